@@ -1,6 +1,6 @@
 """Prepares data for a run: released blends, own questions, pass rates, curricula. See docs/data.md.
 
-    python data_prep.py blend                                  the blends of Nemotron 3 Super
+    python data_prep.py blend                                  Nemotron 3 Super's blends
     python data_prep.py check data/rlvr1/train-split.jsonl     can it be trained on?
     python data_prep.py rows SOURCE OUT --prompt question --answer answer --agent math
     python data_prep.py profile FILE OUT --model M -- --config configs/gsm8k.py

@@ -167,7 +167,7 @@ def single_answers(path: str, cfg: "RunSettings") -> str:
 
 
 def parse(line: str, cfg: "RunSettings | None") -> dict:
-    """Returns the row of a line. Raises ValueError if it is malformed or cannot be used."""
+    """Returns a line's row. Raises ValueError if it is malformed or cannot be used."""
     row, size = loads(line)
     check_row(row)
     if cfg:

@@ -9,7 +9,7 @@ from envs.services import Need
 
 
 def needs_of(row: dict) -> tuple[Need, ...]:
-    """Returns the needs of a row. Raises ModuleError if its environment returns anything else."""
+    """Returns a row's needs. Raises ModuleError if its environment returns anything else."""
     agent = row["agent_ref"]["name"]
     return tuple(_as_need(need, agent) for need in registry.declared_needs(row))
 

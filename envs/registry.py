@@ -113,7 +113,7 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns the verdict of the row's environment, whose `verify` may be plain or async.
+    """Returns the verdict from the row's environment, whose `verify` may be plain or async.
 
     A plain function runs in its own thread, as it may block. Raises TypeError if the verdict is
     neither a Reward nor a number.
@@ -202,7 +202,7 @@ def declared(path: Path) -> tuple[str, ...]:
 
 
 def _literal_names(node: ast.stmt) -> tuple[str, ...] | None:
-    """Returns the strings of a literal tuple or list that a statement assigns; else None.
+    """Returns the strings in a literal tuple or list that a statement assigns; else None.
 
     `AGENTS += ...` is refused, as its value depends on earlier statements.
     """

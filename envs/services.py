@@ -86,7 +86,7 @@ def patience() -> float:
 
 
 def setting(name: str, called: str = "") -> Need:
-    """Returns the Need for a setting of Services that must not be empty."""
+    """Returns the Need for a Services setting that must not be empty."""
 
     def check() -> str:
         value = getattr(current(), name)

@@ -172,7 +172,7 @@ def gpus(cfg: Settings, has_engines: bool) -> int:
 
 
 def count(path: str) -> int:
-    """Counts the rows of a file. Raises InputError naming file and line of a malformed row."""
+    """Counts a file's rows. Raises InputError naming file and line of a malformed row."""
     rows = 0
     try:
         with open(path, "rb") as file:

@@ -62,7 +62,7 @@ def problem_stream(seed, excluded):
 
 
 def items_of(entry):
-    """Returns the items of a problem: the letters of its word, or its numbers, as strings."""
+    """Returns a problem's items: the letters of its word, or its numbers, as strings."""
     metadata = entry["metadata"]
     if metadata["source_dataset"] == "spell_backward":
         return list(metadata["word"].lower())

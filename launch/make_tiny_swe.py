@@ -52,7 +52,7 @@ SHOWN = "[no output]"  # the result of a command that prints nothing
 
 
 def tiny_row(row: dict, name: str) -> dict:
-    """Returns the row of a bug with a prompt that the tiny model can read, and the one tool."""
+    """Returns a bug's row with a prompt that the tiny model can read, and the one tool."""
     params = {"input": [{"role": "user", "content": f"repair {name}"}], "tools": []}
     return row | {"responses_create_params": params, "harness": "bash", "dataset": name}
 

@@ -84,7 +84,7 @@ def demonstration(row, rng):
 
 
 def reward(row, text):
-    """Returns the reward of an answer in the row's environment."""
+    """Returns an answer's reward in the row's environment."""
     calls = [
         {"type": "function_call", "name": name, "arguments": arguments}
         for name, arguments in WRITTEN.findall(text)

@@ -226,7 +226,7 @@ def variables(cfg: "TrainingSettings") -> Iterator[str]:
 
 
 def sentences(check: Callable[..., Iterator[str]]) -> str:
-    """Returns the name of a check: the first sentence of its docstring."""
+    """Returns a check's name: the first sentence of its docstring."""
     return (check.__doc__ or check.__name__).partition(".")[0]
 
 

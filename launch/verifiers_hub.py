@@ -65,7 +65,7 @@ def task(env: vf.Env, row: dict) -> vf.Task:
 
 
 def verdict(episode: vf.Episode, policy: str) -> dict:
-    """Returns the result of an episode: `reward` and metrics, or `_ng_failure_class` and why."""
+    """Returns an episode's result: `reward` and metrics, or `_ng_failure_class` and why."""
     errors = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
     if not episode.ok:
         return {"_ng_failure_class": errors[-1].type, "why": errors[-1].message[-SHOWN:]}

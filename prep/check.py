@@ -119,7 +119,7 @@ def elsewhere(agent: str) -> str:
 
 
 def survey(path: str, cfg: RunSettings | None = None) -> dict[str, Found]:
-    """Returns the rows of a file by agent; every row is checked as a run would check it."""
+    """Returns a file's rows by agent; every row is checked as a run would check it."""
     found: dict[str, Found] = {}
     for line in files.lines(path):
         problem = ""

@@ -7,8 +7,8 @@ and its mean falls linearly over training. Its width and end points are not publ
 Here each row appears exactly once. Then batch b holds the pass rate v in proportion to
 c(v) exp(-(v - mean_b)^2 / (2 width^2)), where c(v) uses up all rows of v. Expanded, the width only
 sets the scale of mean_b, because c(v) absorbs the factor that depends on v alone. So one number is
-left to choose, the fall of the measured mean; the middle is the mean of the rows. The report's
-figure shows batches that fall from about 0.7 to about 0.4.
+left to choose, the fall of the measured mean; the middle is the rows' mean. The report's figure
+shows batches that fall from about 0.7 to about 0.4.
 """
 
 import json
@@ -81,7 +81,7 @@ class Curriculum:
 
 
 def read(path: str, by: str) -> Profiled:
-    """Returns the domains of a file.
+    """Returns a file's domains.
 
     Raises InputError for a bad pass rate, and if no row is left.
     """

@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 
 def lines(path: str | Path) -> Iterator[Line]:
-    """Returns the lines of a file that are not blank. Raises InputError if it cannot be read."""
+    """Returns the non-blank lines of a file. Raises InputError if it cannot be read."""
     for number, (start, text) in enumerate(raw_lines(str(path)), 1):
         line = Line(str(path), number, start, decoded(text))
         if not line.text.isspace():

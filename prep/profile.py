@@ -83,7 +83,7 @@ class Profile:
         return [*command, *self.overrides]
 
     def counts(self, path: Path) -> Counts:
-        """Returns the counts of an evaluation's rollouts.
+        """Returns the counts for an evaluation's rollouts.
 
         Raises InputError if a line is not a rollout.
         """

@@ -85,7 +85,7 @@ class Checked:
                 group.create_task(work())
 
     def lines(self) -> list[str]:
-        """Returns the summary of the verdicts, for printing."""
+        """Returns a summary of the verdicts, for printing."""
         judged = self.kept + self.left.total()
         share = f" ({self.kept / judged:.1%})" if judged else ""
         text = [f"  own repairs resolved, and nothing else: {self.kept:,} of {judged:,}{share}"]

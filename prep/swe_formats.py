@@ -68,7 +68,7 @@ class Refused(Exception):
 
 
 class Issue(NamedTuple):
-    """A record in any format, with the fields of SWE-bench and any others that it has."""
+    """A record in any format, with SWE-bench's fields and any others that it has."""
 
     place: str
     dataset: str
@@ -146,7 +146,7 @@ def issue(place: str, record: dict[str, Any], name: str) -> Issue:
 
 
 def kind_of(found: Issue) -> str:
-    """Returns the format of a record, a value of KINDS.
+    """Returns a record's format, a value in KINDS.
 
     Raises Refused if no environment here can judge it.
     """

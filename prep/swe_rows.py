@@ -118,7 +118,7 @@ def records(source: str, split: str, field: str = "SOURCE") -> Iterator[tables.R
 
 
 def name_of(source: str) -> str:
-    """Returns the name of a file or folder without its suffix, else the data set's on the hub."""
+    """Returns a file's or folder's name without its suffix, else the data set's name on the hub."""
     return Path(source).stem if Path(source).exists() else source
 
 

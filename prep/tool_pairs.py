@@ -28,7 +28,7 @@ class Answer(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The byte offsets of the lines of a row and of two answers to it."""
+    """The byte offsets of a row's line and of the lines of two answers to it."""
 
     row: int
     kind: str  # one of KINDS

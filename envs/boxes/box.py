@@ -257,7 +257,7 @@ class Box:
     async def _finish(
         self, process: asyncio.subprocess.Process, seconds: float, output: "Output"
     ) -> Ran:
-        """Waits until a command ends or passes a limit, and kills all processes that it began."""
+        """Waits until a command ends or passes a limit, and kills all processes that it started."""
         clock = Clock(process.pid)
         reads = asyncio.create_task(output.read(process.stdout))
         waits = asyncio.create_task(process.wait())

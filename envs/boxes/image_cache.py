@@ -74,7 +74,7 @@ def _give_up(making: asyncio.Future[BinaryIO]) -> None:
 
 
 def copy_of(image: Path, folder: Path) -> BinaryIO:
-    """Returns the copy of an image, in use while it is open. Raises OSError if none can be made.
+    """Returns an image's copy, in use while it is open. Raises OSError if none can be made.
 
     Raises CheckerError if the image differs from its digest.
     """
@@ -119,7 +119,7 @@ def _write(image: Path, digest: str, lock: BinaryIO, whole: Path) -> None:
     """Copies an image to the locked file, and renames that to `whole`. Raises OSError."""
     partial = Path(lock.name)
     try:
-        if whole.exists():  # another process has made it meanwhile
+        if whole.exists():  # another process has made it in the meantime
             return
         with open(image, "rb") as source, open(partial, "wb") as target:
             size = os.fstat(source.fileno()).st_size

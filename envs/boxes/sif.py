@@ -54,7 +54,7 @@ class Lower(NamedTuple):
 
 
 def find(image: str) -> Path:
-    """Returns the folder of an image, or else its .sif. Raises CheckerError if both are missing."""
+    """Returns an image's folder, or else its .sif. Raises CheckerError if both are missing."""
     folder = folder_of(image)
     file = folder.with_name(f"{folder.name}.sif")
     if folder.is_dir():
@@ -125,7 +125,7 @@ class Mount:
         raise CheckerError(f"the image {self.image} was not mounted in {START:g} s")
 
     def lost(self) -> str:
-        """Returns the error output of its process and how it ended; "" while it lives."""
+        """Returns its process's error output and how it ended; "" while it lives."""
         if self.process.poll() is None:
             return ""
         said = os.pread(self.errors, 1000, 0).decode("utf-8", "replace")

@@ -139,7 +139,7 @@ def prints(output: str, expected: str) -> bool:
 
 
 def stripped_lines(output: str) -> list[str]:
-    """Returns the lines of an output, without white space around it and around each of them."""
+    """Returns an output's lines, without white space around the output and each line."""
     return [line.strip() for line in output.strip().split("\n")]
 
 

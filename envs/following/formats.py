@@ -40,7 +40,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def typed(data: Json, schema: Json) -> Json:
-    """Returns data of XML or CSV, with texts as numbers and booleans where the schema has these."""
+    """Returns XML or CSV data, with texts as numbers and booleans where the schema has these."""
     if not isinstance(schema, dict):
         return data
     kinds = type_names(schema)
@@ -66,7 +66,7 @@ def type_names(schema: dict[str, Json]) -> list[str]:
 
 
 def items_of(data: Json) -> list[Json]:
-    """Returns the items of an array: <tags><tag>a</tag></tags> is {"tag": "a"}, <tags/> is None."""
+    """Returns an array's items: <tags><tag>a</tag></tags> is {"tag": "a"}, <tags/> is None."""
     if isinstance(data, dict) and len(data) == 1:
         (data,) = data.values()
     if data is None:

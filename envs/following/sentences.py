@@ -31,8 +31,8 @@ making may more much music must my never new next no not now of often old on onc
 others our out over own part people perhaps rather say see she should small something take tell than
 that their then those three time to today too two until up use want was water way we well what where
 who why will with work world would write you young"""
-# The replacements of IFEval's own splitter, in order; <prd> is a dot that ends nothing, <stop> an
-# end.
+# The replacements that IFEval's own splitter makes, in order; <prd> is a dot that ends nothing,
+# <stop> an end.
 LETTER = "([A-Za-z])"
 STARTER = (
     r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s"

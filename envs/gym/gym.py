@@ -59,7 +59,7 @@ def agents(head: str) -> dict[str, str]:
 
 
 def place(agent: str) -> str:
-    """Returns the address of an agent at the first head server that has it.
+    """Returns an agent's address on the first head server that has it.
 
     Raises OSError if a server that does not answer may have it, ValueError if no server has it.
     """

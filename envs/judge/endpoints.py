@@ -24,7 +24,7 @@ SECONDS = 5.0  # seconds that a server may take to list its models, before a run
 
 
 def addresses(name: str, judge: Mapping[str, Json]) -> list[str]:
-    """Returns the addresses of a judge in its configuration or, without a url, in JUDGES_FILE."""
+    """Returns a judge's addresses from its configuration or, without a url, from JUDGES_FILE."""
     urls = judge.get("url") or []
     found = list(urls) if isinstance(urls, list) else [urls]
     if not found:
@@ -36,7 +36,7 @@ def addresses(name: str, judge: Mapping[str, Json]) -> list[str]:
 
 
 def text_of(path: str | None) -> str:
-    """Returns the text of a file; "" if it does not exist yet."""
+    """Returns a file's text; "" if it does not exist yet."""
     with contextlib.suppress(OSError):
         return Path(path or "").read_text(encoding="utf-8", errors="replace")
     return ""
@@ -77,7 +77,7 @@ def _problem(name: str, judge: str, file: str, served: str, nodes: str) -> str:
 
 
 def unserved(url: str, model: str) -> str:
-    """Returns the error of a server that answers; "" if it is fine, or does not answer."""
+    """Returns the error from a server that answers; "" if it is fine, or does not answer."""
     try:
         with directly(f"{url}/models", SECONDS) as answer:
             served = [entry["id"] for entry in json.loads(answer.read())["data"]]

@@ -251,7 +251,7 @@ def refusal(received: str, characters: int) -> CheckerError:
 
 
 def said(url: str, completion: Completion) -> str:
-    """Returns the text of a chat completion after the thought; "" if it was cut off.
+    """Returns a chat completion's text after the thought; "" if it was cut off.
 
     Raises Failed if it is not a chat completion, or the server has aborted it.
     """
@@ -336,7 +336,7 @@ class Judge:
             self.calls -= 1
 
     async def until_said(self, body: Mapping[str, Json]) -> str:
-        """Returns the reply of the first server that does not fail."""
+        """Returns the reply from the first server that does not fail."""
         failures = 0
         while True:
             async with self.place() as server:
@@ -347,7 +347,7 @@ class Judge:
             failures += 1
 
     async def of(self, server: Server, body: Mapping[str, Json]) -> str | None:
-        """Returns the reply of one server; None if it fails. Raises CheckerError."""
+        """Returns one server's reply; None if it fails. Raises CheckerError."""
         try:
             text = await server.complete(body, limits().seconds / 2)
         except Failed as failure:

@@ -29,7 +29,7 @@ NAMES: dict[str, str] = {}  # names of the modules' prompts, by text
 
 
 def prompts(module: str) -> dict[str, str]:
-    """Returns the prompts of a module, by name; `module` is its `__file__`."""
+    """Returns a module's prompts, by name; `module` is its `__file__`."""
     found = read(str(Path(module).with_suffix(".txt")))
     NAMES.update((text, name) for name, text in found.items())
     return found
@@ -73,7 +73,7 @@ def places(prompt: str) -> set[str]:
 
 @functools.cache
 def read(path: str) -> dict[str, str]:
-    """Returns the prompts of a file, by name.
+    """Returns a file's prompts, by name.
 
     Raises OSError, and ValueError if the file is not UTF-8 or has a name twice.
     """
@@ -103,7 +103,7 @@ def filled(template: str, parts: dict[str, str], **labels: str) -> str:
 
 
 def apart(text: str, words: Iterable[str]) -> str:
-    """Returns a text in which each of these words, in upper or lower case, is split by a space."""
+    """Returns a text in which each of these words, regardless of case, is split by a space."""
     for word in words:
         found = re.compile(f"({re.escape(word[0])})(?={re.escape(word[1:])})", re.IGNORECASE)
         text = found.sub(r"\1 ", text)

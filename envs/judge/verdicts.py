@@ -21,7 +21,7 @@ def first_label(text: str, labels: Iterable[str]) -> str | None:
 
 
 def stated(reply: str, good: str, bad: str, answer: str) -> str | None:
-    """Returns the first label of a reply to a question about `answer`, or None.
+    """Returns the first label in a reply to a question about `answer`, or None.
 
     If the answer itself holds a label, returns `good` only if it ends the reply and `bad` is not in
     the reply.

@@ -3,7 +3,7 @@ r"""Questions that may be left open: 1.0 for a right answer, 0.5 for none, 0.0 f
 Row: `answer`, the reference; `question`, else the last one of the row's input; `abstention_reward`,
 the reward for abstaining, between 0 and 1 (0.5). Judged, as in NeMo-Gym's resources_servers/
 abstention: the contents of the last \boxed{} after the thought, or the whole text without a box.
-[IDK] there, in upper or lower case, with marks and articles around it, abstains without a call to
+[IDK] there, regardless of case, with marks and articles around it, abstains without a call to
 the judge. The judge `general` labels anything else as right, wrong, or no attempt, which abstains
 too. A reply without a label counts as wrong. NeMo-Gym has the reward for abstaining in its server's
 settings: among Nemotron 3 Ultra's stages, IFBench has 0.9, which its rows must state here, and the
@@ -94,7 +94,7 @@ async def asked(row: dict, answer: str) -> str | None:
 
 
 def verdict(reply: str, answer: str = "") -> str | None:
-    """Returns the last label of a reply, else the label of the letter in its last line, else None.
+    """Returns the last label in a reply, else the label for the letter in its last line, else None.
 
     If the answer holds a label, the verdict is WRONG unless the reply ends with a label and has no
     other. If the answer has a line with just the letter, no letter is read.

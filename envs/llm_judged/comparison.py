@@ -23,7 +23,7 @@ ELEMENTS = (
     re.compile(r"^[^\S\n]*+(?:\d++\.|[-*+])\s", re.MULTILINE),  # list items
     re.compile(r"\*\*[^*\n]++\*\*"),  # bold text
     re.compile(r"__[^_\n]++__"),
-    # Emojis. The second range also includes the scripts of East Asia.
+    # Emojis. The second range also includes East Asian scripts.
     re.compile(
         "[\U0001f300-\U0001f64f\u24c2-\U0001f251\U0001f680-\U0001f6ff\U0001f900-\U0001faff]"
     ),
@@ -87,7 +87,7 @@ def read(reply: str, quoted: Sequence[Verdict] = ()) -> Verdict | None:
 
 
 def verdicts(text: str) -> list[Verdict]:
-    """Returns all verdicts of a text: first those in fences in their order, then from the end."""
+    """Returns all verdicts in a text: first the fenced ones in their order, then from the end."""
     shown = [shown for block in fences(text) for shown in objects(block)]
     shown += reversed(objects(text))
     return [verdict for verdict in map(verdict_of, shown) if verdict]

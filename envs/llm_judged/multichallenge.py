@@ -1,4 +1,4 @@
-"""The last answer of a conversation, graded by a rubric: the share of its questions that are met.
+"""A conversation's last answer, graded by a rubric: the share of its questions that are met.
 
 Row: `rubric` ([{"question", "pass_criteria" (YES or NO, by default YES)}]), and `context`, the
 conversation as text; without it, the row's input. Judged, as in NeMo-Gym's resources_servers/

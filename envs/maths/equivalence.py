@@ -113,9 +113,9 @@ def make_check() -> Callable[..., dict]:
 
 
 def extracted(pattern: str | None, text: str) -> str:
-    """Returns the part of a text that a regex finds, stripped; all of it without a match.
+    """Returns the part of a text that a regex finds, stripped; all of it if there is no match.
 
-    The part is the first group that is not blank in the last match, else all of the match.
+    The part is the first group that is not blank in the last match, else the whole match.
     """
     matches = list(re.finditer(pattern, text, re.MULTILINE | re.DOTALL)) if pattern else []
     if not matches:

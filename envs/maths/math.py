@@ -7,8 +7,8 @@ services.judges has `general`, that judge compares the extracted answer, or else
 reference, in both orders (envs/maths/same_answer.py). Deliberate deviation: a response that never
 closes its `<think>` was cut off and earns 0.
 
-Known leaks of the library: the task given back as a formula (37*12, an integral), the right side
-of a false equation (3=2), "\neg 2", the other case of a letter, 2% and 200% for 2, and the last
+Known leaks of the library: the task repeated as a formula (37*12, an integral), the right side
+of a false equation (3=2), "\neg 2", a letter in the other case, 2% and 200% for 2, and the last
 number of a text without a box ("1 or 2"). NeMo-Gym pins math-verify 0.8, which does not accept 2%
 for 2.
 

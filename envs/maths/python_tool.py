@@ -82,5 +82,5 @@ async def converse_with_python(row: dict, sampler: "Sampler", max_steps: int) ->
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns the verdict of the row's verifier on the last answer."""
+    """Returns the verdict that the row's verifier gives the last answer."""
     return await VERIFIERS[row.get("verifier_type")].verify(row, response)

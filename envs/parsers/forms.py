@@ -43,10 +43,10 @@ LLAMA_HEAD = re.compile(r'"name"\s*:\s*"[^"]*"\s*,\s*"parameters"\s*:')
 
 
 class LlamaForm(NamedTuple):
-    """The calls of Llama 3: {"name": ..., "parameters": {...}}; ..., after any text."""
+    """Llama 3's calls: {"name": ..., "parameters": {...}}; ..., after any text."""
 
     def read(self, content: str) -> Calls | None:
-        """Returns the whole calls in a content; None if one is broken.
+        """Returns the complete calls in a content; None if one is broken.
 
         Without `<|python_tag|>` an object that has no parameters is an answer in JSON.
         """

@@ -7,7 +7,7 @@ otherwise tags are read (rollout/answer_markup.py), and vLLM is not imported. So
 need quadratic time, and no thread can end them: a fork that uses CPU_SECONDS for one answer is
 killed, and the answer counts as malformed.
 
-A call is whole if it has the form of the named parser (FORMS in forms.py), and if the parser read
+A call is complete if it has the named parser's form (FORMS in forms.py), and if the parser read
 every call of the text. vLLM's parsers silently mend or drop broken calls, so NeMo-RL's check, which
 looks for markup that a parser left in the text, would accept them.
 """
@@ -149,7 +149,7 @@ class Server:
 
 
 def _line_of(process: subprocess.Popen[str]) -> str:
-    """Returns the next line of a process; "" if it has ended."""
+    """Returns a process's next line; "" if it has ended."""
     assert process.stdout
     return process.stdout.readline()
 
@@ -282,7 +282,7 @@ def malformed(
 def feed_in_pieces(parser: "Parser") -> None:
     """Makes a parser that vLLM wrote for streams take a long text in linear time.
 
-    Its lexer copies the whole rest of the text for each tag, and streamed arguments are converted
+    Its lexer copies the entire rest of the text for each tag, and streamed arguments are converted
     again for each tag.
     """
     for half in (parser.reasoning_parser, parser.tool_parser):

@@ -95,7 +95,7 @@ def used(world: World, name: str, given: Args) -> str:
 
 
 def verify(row: dict, response: str) -> Reward:
-    """Returns 0.0 or 1.0, with `safety` and `utility`; `reason` says why nothing was judged."""
+    """Returns 0.0 or 1.0, with `safety` and `utility`; `reason` explains why nothing was judged."""
     calls = Response.of(response).tool_calls
     reason = None if calls else unfinished(final_text(response))
     if reason:

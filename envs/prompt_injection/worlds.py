@@ -56,9 +56,9 @@ class Tool:
     is_open: bool = False  # other arguments are ignored
 
     def bound(self, name: str, given: Args) -> Args:
-        """Returns the arguments of a call, with defaults.
+        """Returns a call's arguments, with defaults.
 
-        Raises TypeError with the message of Python 3.12 if they do not fit the parameters.
+        Raises TypeError with Python 3.12's message if they do not fit the parameters.
         """
         known = (*self.required, *self.optional)
         for key in given:

@@ -48,7 +48,7 @@ def errors(output: str) -> list[Found]:
 
 
 def feedback(ran: Ran, source: str) -> str:
-    """Returns the errors of a failed proof, as its author should see them."""
+    """Returns a failed proof's errors, as its author should see them."""
     if ran.ended == "time":
         return TIMEOUT
     output = f"{ran.stdout}\n{ran.stderr}"

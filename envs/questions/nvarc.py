@@ -41,7 +41,7 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def mode(row: dict) -> str:
-    """Returns the form of an answer to a row: one of MODES, if the row passes `check`."""
+    """Returns the form that an answer to a row has: one of MODES, if the row passes `check`."""
     usual = "inductive" if "inductive" in row["agent_ref"]["name"] else "transductive"
     return row.get("agent_mode") or usual
 

@@ -98,9 +98,9 @@ class Checkers:
     async def run(self, deadline: float, **request: object) -> dict:
         """Returns the function's verdict on `request`, or value 0.0 with reason "timeout".
 
-        `deadline` is in seconds of CPU, or of sleep; waits for a free child or a CPU do not count.
-        The verdict is value 0.0 with reason "crashed the checker" if a warden sees the check die
-        twice, and survive an empty `text`. Raises CheckerError if there is no verdict.
+        `deadline` is in seconds of CPU time or of sleep; waits for a free child or a CPU do not
+        count. The verdict is value 0.0 with reason "crashed the checker" if a warden sees the check
+        die twice, and survive an empty `text`. Raises CheckerError if there is no verdict.
         """
         import asyncio  # slower than all other imports that the registry makes with this module
 
@@ -262,7 +262,7 @@ class Check:
         self.go = b"."
 
     def lives(self) -> bool:
-        """Returns whether it may judge another answer; reaps it if it was killed meanwhile."""
+        """Returns whether it may judge another answer; reaps it if it has been killed."""
         if self.left and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             self.left = 0
             end(self.pid)
@@ -307,7 +307,7 @@ def verdict_of(received: bytearray, token: bytes) -> dict:
 
 
 def memory(pid: int) -> int:
-    """Returns the resident bytes of a process, shared ones included; 0 if it is gone."""
+    """Returns a process's resident bytes, shared ones included; 0 if it is gone."""
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
     return 0
@@ -410,8 +410,8 @@ def watch(
 ) -> dict:
     """Returns {} once the verdict is whole or the process has ended, or TIMEOUT or STARVED.
 
-    Collects the check's output meanwhile, as a long verdict would not fit into the channel. Ends
-    this process if the parent is gone.
+    Collects the check's output in the meantime, as a long verdict would not fit into the channel.
+    Ends this process if the parent is gone.
     """
     began = before = time.monotonic()
     ran_before, busy_before, _ = clock(pid)

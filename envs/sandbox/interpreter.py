@@ -74,7 +74,7 @@ NO_RIGHTS = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # arg
 
 
 def prelude() -> dict:
-    """Returns the names that a program finds: the modules of PRELUDE and all of their names."""
+    """Returns the names that a program finds: PRELUDE's modules and all of their names."""
     names: dict = {}
     for module in PRELUDE.split():
         exec(f"from {module} import *", names)
@@ -302,7 +302,7 @@ def serve(
         if code == -signal.SIGXCPU:
             ended = "time"
         if (code or ended) and oom_kills() > killed:
-            ended = "oom"  # the program's, or a process that it started
+            ended = "oom"  # the program, or a process that it started
         if not ended and size > output:
             ended = "output"
         stdout = os.pread(files[1], output, 0).decode("utf-8", "replace")

@@ -33,7 +33,7 @@ class Ran(NamedTuple):
 
 
 def cgroups(kind: str) -> Iterator[Path]:
-    """Yields the folders of the cgroups of this process that count a kind, such as "memory"."""
+    """Yields the folders of this process's cgroups that count a kind, such as "memory"."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)

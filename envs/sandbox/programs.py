@@ -76,7 +76,7 @@ class Interpreter:
         self.deaths = 0  # deaths of interpreters through harm from a program
 
     async def judge(self, source: str, stdin: str) -> Ran:
-        """Returns the outcome of a program. Raises CheckerError if it has no outcome.
+        """Returns a program's outcome. Raises CheckerError if it has no outcome.
 
         A program ended by a signal that may have come from outside runs once more. If that happens
         again, it counts as the program's own end: a program can send each of these signals to
@@ -104,7 +104,7 @@ class Interpreter:
         return Ran("", "", None, "killed", 0.0)
 
     async def run(self, source: str, stdin: str) -> Ran | None:
-        """Returns the outcome of a program; None if the interpreter died. Raises CheckerError."""
+        """Returns a program's outcome; None if the interpreter died. Raises CheckerError."""
         process = self.process or await self.start()
         clock = Clock(process.pid)
         request = json.dumps({"source": source, "stdin": stdin}).encode()
@@ -159,7 +159,7 @@ class Interpreter:
         return b""
 
     async def line(self) -> bytes:
-        """Returns the next line of the interpreter; empty if it died."""
+        """Returns the interpreter's next line; empty if it died."""
         loop = asyncio.get_running_loop()
         text = bytearray()
         while part := await loop.sock_recv(self.connection, 1 << 20):

@@ -2,7 +2,7 @@
 
     bubblewrap   new user, pid, net, ipc, uts and mount namespaces; no capabilities; the machine's
                  /usr and Python, read-only; a sized tmpfs as working folder; a cleared environment
-    http         the sandbox service of NeMo-Skills at services.sandbox_url (SANDBOX_CONTAINER)
+    http         NeMo-Skills' sandbox service at services.sandbox_url (SANDBOX_CONTAINER)
     unsafe       a process of this user, with limits and a deadline. It can read and write all that
                  this user can. Every line that it logs repeats this
 
@@ -270,7 +270,7 @@ def read_only_kernel() -> list[str]:
 
 
 def python_folders() -> list[str]:
-    """Returns the folders of the sandbox's Python outside /usr."""
+    """Returns the folders outside /usr that the sandbox's Python uses."""
     home = Path(python()[0]).parent.parent
     return [] if str(home) == "/usr" else [str(home)]
 
@@ -343,7 +343,7 @@ class Clock:
 
 
 def processor_time(pid: int) -> float:
-    """Returns the processor seconds of a process, its ended threads, and children it waited for."""
+    """Returns the CPU seconds used by a process, its ended threads, and its reaped children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
@@ -410,7 +410,7 @@ async def run(
             full = user_limit.full(limits, bool(root))
             process = await start(command, stdin=given, pass_fds=passed, cwd=folder)
             ran = await finish(process, limits)
-        if oom_kills() > killed:  # of the run, or of a process that it began
+        if oom_kills() > killed:  # the run, or a process that it started
             raise CheckerError(OOM)
         if refusals() > refused:
             raise CheckerError(REFUSED)
@@ -511,7 +511,7 @@ def keep_descriptors(given: Iterable[int]) -> None:
     """
     is_open = {int(name) for name in os.listdir("/proc/self/fd")}
     for descriptor in is_open - {0, 1, 2, *given}:
-        with contextlib.suppress(OSError):  # it has been closed meanwhile
+        with contextlib.suppress(OSError):  # it has been closed in the meantime
             os.set_inheritable(descriptor, False)
 
 
@@ -524,7 +524,7 @@ def place() -> asyncio.Semaphore:
 
 
 async def finish(process: asyncio.subprocess.Process, limits: Limits) -> Ran:
-    """Waits until a process ends or passes a limit, and kills all processes that it began."""
+    """Waits until a process ends or passes a limit, and kills all processes that it started."""
     clock = Clock(process.pid)
     out = asyncio.create_task(beginning(process.stdout, limits.output))
     err = asyncio.create_task(end(process.stderr))

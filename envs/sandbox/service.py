@@ -1,4 +1,4 @@
-"""Calls the sandbox service of NeMo-Skills (nemo_skills/code_execution) over HTTP.
+"""Calls NeMo-Skills' sandbox service (nemo_skills/code_execution) over HTTP.
 
 The service reports "completed" for a program that an OOM killer ended, gives no exit code, cuts
 long output, and answers 500 if output is not UTF-8 (local_sandbox_server.py). So a program is sent
@@ -76,7 +76,7 @@ async def program(url: str, source: str, stdin: str, limits: Limits) -> Ran:
 
 
 async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | None:
-    """Returns the outcome of a program; None if it has none, or an OOM killer ended it.
+    """Returns a program's outcome; None if it has none, or an OOM killer ended it.
 
     Raises CheckerError if it got too little processor time.
     """

@@ -185,7 +185,7 @@ class Session:
         raise CheckerError(f"the sandbox's Python did not start a session: {why or 'it is dead'}")
 
     async def greeting(self) -> bytes:
-        """Returns the first bytes of a new session, and notes its pid; empty if they are late."""
+        """Returns a new session's first bytes, and notes its pid; empty if they are late."""
         assert self.connection
         loop = asyncio.get_running_loop()
         came = asyncio.Event()
@@ -209,7 +209,7 @@ class Session:
                 signal.pidfd_send_signal(self.handle, number)
 
     async def close(self) -> None:
-        """Ends the session, and all processes that it began."""
+        """Ends the session, and all processes that it started."""
         if self.name:
             name = self.name
             self.name = ""

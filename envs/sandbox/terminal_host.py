@@ -196,7 +196,7 @@ def kill() -> None:
 
 
 def pack() -> None:
-    """Sends the size of a tar of the working folder, then the tar; size -1 if tar fails."""
+    """Sends the size of the working folder's tar, then the tar; size -1 if tar fails."""
     kill()
     tar = os.memfd_create("tar")
     quiet = subprocess.DEVNULL

@@ -1,1 +1,1 @@
-"""Repairs of a repository: one patch, or one step of an agent."""
+"""Repairs of a repository: one patch, or one agent step."""

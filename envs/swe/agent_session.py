@@ -81,7 +81,7 @@ class Desk:
         return turn
 
     async def call(self, name: str, given: dict[str, Json]) -> str:
-        """Returns the result of a call for the policy. Raises Over if the episode ends with it."""
+        """Returns a call's result for the policy. Raises Over if the episode ends with it."""
         if name == FINISH:
             raise Over(FINISH)
         self.commands += 1

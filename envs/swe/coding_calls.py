@@ -1,7 +1,7 @@
 """Compares calls to coding agents' tools by kind, target and similarity.
 
 As in NeMo-Gym's resources_servers/swe_pivot. `kind` is a category of TOOLS; `found` and `wanted`
-are the arguments of the answer's call and of the expected call.
+are the arguments in the answer's call and in the expected call.
 """
 
 import json
@@ -39,7 +39,7 @@ LONGEST = 100_000  # characters of a command that are searched for paths
 
 
 def kind_of(tool: str) -> str:
-    """Returns the purpose of a tool: a key of TOOLS, or "unknown"."""
+    """Returns a tool's purpose: a key of TOOLS, or "unknown"."""
     return KINDS.get(tool.lower(), "unknown")
 
 
@@ -65,7 +65,7 @@ def program_of(command: str) -> str:
 
 
 def paths_in(command: str) -> list[str]:
-    """Returns the words of a shell command that look like paths."""
+    """Returns the words in a shell command that look like paths."""
     found = PATH.findall(command[:LONGEST])
     return [path for path in found if not path.startswith("--") and len(path) > 2]
 

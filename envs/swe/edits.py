@@ -1,4 +1,4 @@
-"""Reads an answer of swe_patch.py: a block of Python, or search/replace edits to files:
+"""Reads an answer for swe_patch.py: a block of Python, or search/replace edits to files:
 
     ```python
     ### path/of/a/file.py
@@ -120,7 +120,7 @@ def _end(lines: list[str], start: int) -> tuple[int, int]:
 
 
 def last_block(text: str) -> str | None:
-    """Returns the code of the last ```python block in a text."""
+    """Returns the code in a text's last ```python block."""
     code = None
     at = 0
     while (start := text.find("```python\n", at)) >= 0:

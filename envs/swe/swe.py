@@ -102,7 +102,7 @@ def style_of(row: dict) -> str:
 
 
 def harness_of(row: dict) -> str:
-    """Returns the name of the tool set."""
+    """Returns the tool set's name."""
     return row.get("harness") or style_of(row)
 
 

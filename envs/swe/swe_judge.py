@@ -2,13 +2,13 @@
 
     prepare     in the agent's box, before the agent: one commit, no answers
     patch_of    after the agent: how the files differ from that start, as text
-    judge       a fresh box of the image: patch, tests of the row, their log and exit code
+    judge       a fresh box of the image: the patch, the row's tests, their log and exit code
 
 Row: `instance_id`, `workdir`, `base_commit`, `test_patch`, `log_parser`, `FAIL_TO_PASS`,
 `PASS_TO_PASS`, `patch` (which repairs it), and `tests`:
     {"kind": "script", "script": TEXT}      resolved if all tests of both lists passed
     {"kind": "r2e", "expected": {test: status}}     if the image's own tests end as expected
-Rows of SWE-smith, whose image has the repaired files, also have `start_patch`, which breaks them;
+SWE-smith rows, whose image has the repaired files, also have `start_patch`, which breaks them;
 their `base_commit` may be HEAD; R2E-Gym's may be HASH^. A script that applies the test patch itself
 has SWE-bench's two marks around its tests.
 

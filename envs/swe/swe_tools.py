@@ -36,7 +36,7 @@ LARGEST = 1 << 20  # bytes of a file that is read or written
 CUT_OFF = 141  # exit code of a search whose output `head` has cut off
 AROUND = 4  # lines before and after a change that are shown
 FINISH = "finish"  # the tool that ends an episode
-# The folders of the repository's own Python in images of SWE-bench, SWE-Gym and R2E-Gym.
+# The folders of the repository's own Python in SWE-bench, SWE-Gym and R2E-Gym images.
 PYTHONS = ("/opt/miniconda3/envs/testbed", "/testbed/.venv")
 SETTING = (
     "for p in " + " ".join(PYTHONS) + "; do [ ! -d $p/bin ] || PATH=$p/bin:$PATH; done; "
@@ -114,7 +114,7 @@ class Tools:
         return shown(await self.run(command, timeout_ms / 1000, workdir))
 
     async def found(self, command: str, folder: str = "") -> str:
-        """Returns the output of a search. Raises ToolError if it failed."""
+        """Returns a search's output. Raises ToolError if it failed."""
         ran = await self.run(f"set -o pipefail; {command}", SEARCH_SECONDS, folder)
         if ran.code not in (0, 1, CUT_OFF):
             raise ToolError(shown(ran))
@@ -162,7 +162,7 @@ class Tools:
         return said.splitlines()
 
     async def numbered(self, path: str, first: int, count: int) -> str:
-        """Returns some lines of a file, with their numbers; or the entries of a folder."""
+        """Returns some of a file's lines, with their numbers; or a folder's entries."""
         try:
             lines = (await self.text(path)).split("\n")
         except ToolError as error:

@@ -57,7 +57,7 @@ def difference(
 
 
 def order(call: Action) -> tuple[str, str]:
-    """Returns the sorting key of a call in a batch, as the order of a batch is free."""
+    """Returns a call's sorting key in a batch, as a batch has no fixed order."""
     decoded = decode(call)
     return call["name"], call["arguments"] if decoded is None else canonical(decoded)
 

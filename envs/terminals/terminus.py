@@ -21,7 +21,7 @@ FORMS: dict[str, tuple[dict, dict]] = {
 
 
 def difference(wanted: dict, text: str) -> str:
-    """Returns the error in an answer of Terminus, or ""."""
+    """Returns the error in a Terminus answer, or ""."""
     from envs.terminals.harnesses import ratio
 
     bound = wanted["threshold"]
@@ -64,13 +64,13 @@ def fits(value: Json, fields: dict) -> bool:
 
 
 def keys(command: dict) -> str:
-    """Returns the keys of a command; "C-c" and the like, alone, are keys as tmux names them."""
+    """Returns a command's keys; "C-c" and the like, alone, are keys as tmux names them."""
     key = re.fullmatch(r"C-([a-z])", command["keystrokes"])
     return chr(ord(key[1]) & 31) if key else str(command["keystrokes"])
 
 
 def parsed(text: str) -> Any:
-    """Returns the value of a JSON text; None if it is not JSON."""
+    """Returns a JSON text's value; None if it is not JSON."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):

@@ -10,7 +10,7 @@ from envs import Json, get, require
 
 
 def arguments(call: Mapping[str, Json]) -> Any:
-    """Returns the parsed arguments of a call; None if they are not JSON."""
+    """Returns a call's parsed arguments; None if they are not JSON."""
     text = call.get("arguments")
     if not isinstance(text, str):
         return None

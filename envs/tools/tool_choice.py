@@ -46,7 +46,7 @@ AGENTS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The comparator's settings, with the names and defaults of NeMo-Gym."""
+    """The comparator's settings, with NeMo-Gym's names and defaults."""
 
     word_count_similarity_threshold: float = 0.1
     floating_point_comparison_threshold: float = 1e-6

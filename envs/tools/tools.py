@@ -83,7 +83,7 @@ async def converse(
 
 
 async def answered(call: Call, parsed: dict[str, str], names: set[str]) -> str:
-    """Returns the result of a call, or the error in the call."""
+    """Returns a call's result, or the error in the call."""
     if parsed["name"] not in names:
         return json.dumps({"error": f"there is no tool {parsed['name'][:100]!r}"})
     given = arguments(parsed)

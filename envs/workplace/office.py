@@ -1,4 +1,4 @@
-"""Loads, changes and compares the tables of NeMo-Gym's workplace_assistant, a simulated office."""
+"""Loads, changes and compares the tables in NeMo-Gym's workplace_assistant, a simulated office."""
 
 import csv
 import functools
@@ -160,7 +160,7 @@ def load(folder: str) -> Office:
 
 
 def read_table(folder: str, name: str) -> list[Row]:
-    """Returns the rows of a table, with None for empty cells. Raises OSError and ValueError."""
+    """Returns a table's rows, with None for empty cells. Raises OSError and ValueError."""
     columns = COLUMNS[name]
     file = FILES[name]
     with open(Path(folder, file), newline="", encoding="utf-8") as lines:
