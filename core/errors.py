@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 class InputError(SystemExit):
-    """A mistake in what the user wrote; ends the program with one line: where, what and why."""
+    """A mistake in the user's input; ends the program with one line: where, what and why."""
 
     def __init__(self, message: str):
         super().__init__(f"error: {message}")
 
 
 def shown(path: str | Path) -> str:
-    """Returns a path relative to the working folder; one that lies outside stays as it is."""
+    """Returns a path relative to the working folder; a path outside it stays as it is."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
@@ -29,7 +29,7 @@ def located(error: BaseException, file: str) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """Returns an error of another library as one line of at most 300 characters."""
+    """Returns another library's error as one line of at most 300 characters."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
@@ -39,4 +39,4 @@ class RunError(RuntimeError):
 
 
 class ModuleError(ValueError):
-    """A module of an environment that cannot be used, whatever the row."""
+    """An environment's module that cannot be used, whatever the row."""

@@ -1,4 +1,4 @@
-"""Reads replies of servers up to a limit, and opens URLs without a proxy."""
+"""Reads servers' replies up to a limit, and opens URLs without a proxy."""
 
 import urllib.request
 from http.client import HTTPResponse
@@ -13,7 +13,7 @@ class Broken(Exception):
 
 
 async def whole(answer: "aiohttp.ClientResponse", most: int) -> bytes:
-    """Returns the body of an answer. Raises Broken if it has more than `most` bytes."""
+    """Returns the body of a reply. Raises Broken if it has more than `most` bytes."""
     body = bytearray()
     async for part in answer.content.iter_any():
         body += part

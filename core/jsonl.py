@@ -14,7 +14,7 @@ LARGEST = 1e100  # sums of larger numbers could overflow
 METRICS = {"step": int}
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
-# A type or several, `[form]` for a list of such values, or an object with such entries.
+# A type, or several types, `[form]` for a list of such values, or an object with such entries.
 Form = type | UnionType | list["Form"] | dict[str, "Form"]
 
 
@@ -28,7 +28,7 @@ def parse(lines: Iterable[str], form: dict) -> Iterator[dict]:
 
 
 def number(text: str) -> int | float | None:
-    """Returns a number of JSON; None for NaN, the infinities and numbers nearly as large."""
+    """Parses a JSON number; None for NaN, the infinities and numbers nearly as large."""
     value = float(text)
     if not abs(value) < LARGEST:
         return None
@@ -53,13 +53,13 @@ def read(path: Path, form: dict) -> Iterator[dict]:
             yield from parse(file, form)
 
 
-# The first fields of a line of rollouts.jsonl.
+# The first fields of a rollouts.jsonl line.
 NUMBER = rb"(\d{1,15}|null)"
 PLACE = re.compile(rb'{"step": %b, "slot": (\d{1,15}), "evaluation": %b[,}]' % (NUMBER, NUMBER))
 
 
 def place(line: bytes) -> dict | None:
-    """Returns step, slot and evaluation of a line of rollouts.jsonl; None for any other line."""
+    """Returns step, slot and evaluation of a rollouts.jsonl line; None for any other line."""
     found = PLACE.match(line)
     return json.loads(found[0][:-1] + b"}") if found else None
 
@@ -72,7 +72,7 @@ class LineFile:
     """A JSONL file to append to, which holds only whole lines."""
 
     def __init__(self, path: Path):
-        """Opens the file, and cuts off half a line that a killed writer left."""
+        """Opens the file, and cuts off a partial line that a killed writer left."""
         self.path = path
         self.file = open(path, "ab+", buffering=0)  # noqa: SIM115
         size = self.file.seek(0, os.SEEK_END)
@@ -84,7 +84,7 @@ class LineFile:
         before = self.file.seek(0, os.SEEK_END)
         done = 0
         try:
-            while done < len(content):  # a full disk takes a part, and refuses the rest
+            while done < len(content):  # a full disk accepts part of it and refuses the rest
                 done += self.file.write(content[done:])
         except OSError as error:
             self.file.truncate(before)

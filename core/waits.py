@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, TypeVarTuple
 
 from tqdm import tqdm
 
-# For a health check, and for joining the weight group. A process that misses it is replaced.
+# Deadline of a health check, and of joining the weight group. A late process is replaced.
 ANSWER_SECONDS = 25.0
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ Arguments = TypeVarTuple("Arguments")
 class Ref(Awaitable[Value], Protocol[Value]):
     """A reference to a value that Ray holds.
 
-    Awaiting it fetches the value, or raises what the call that makes it raised.
+    Awaiting it fetches the value, or raises the error of the call that makes it.
     """
 
 
@@ -33,11 +33,11 @@ class Idle:
 
     def __init__(self) -> None:
         self.running = 0
-        self.since = math.inf  # up to this moment `seconds` is complete
+        self.since = math.inf  # the time up to which `seconds` is complete
         self.seconds = 0.0
 
     def change(self, by: int) -> None:
-        """Records that from now on one more runs (`by` is 1), or one fewer (-1)."""
+        """Records that from now on one more task runs (`by` is 1), or one fewer (-1)."""
         now = time.monotonic()
         self.seconds += 0.0 if self.running else max(0.0, now - self.since)
         self.since = now
@@ -51,7 +51,7 @@ class Idle:
 
 
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Gathers as asyncio.gather does, but ends the others before it raises the error of one."""
+    """Gathers as asyncio.gather does, but ends the other awaitables before it raises an error."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -62,7 +62,7 @@ async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def unless_stopped(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
-    """Returns the result of `work`; None if `stop` returns first, when `work` is cancelled.
+    """Returns the result of `work`; if `stop` returns first, cancels `work` and returns None.
 
     Raises what either of them raises.
     """
@@ -79,13 +79,13 @@ async def unless_stopped(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
         return None
     finally:
         stopped.cancel()
-        work.cancel()  # if the caller was cancelled, it must not run on alone
+        work.cancel()  # if the caller was cancelled, `work` must not keep running
 
 
 async def answer(call: Awaitable[T], seconds: float, name: str) -> T:
     """Returns the reply to a health check. Raises TimeoutError naming an actor that does not reply.
 
-    If this process itself stood still for longer, such as after Ctrl-Z, it waits again.
+    If this process itself was stopped for longer, for example by Ctrl-Z, it waits again.
     """
     task = asyncio.ensure_future(call)
     began = time.monotonic()
@@ -99,10 +99,10 @@ async def answer(call: Awaitable[T], seconds: float, name: str) -> T:
 
 
 async def in_thread(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
-    """Runs a function that may block in a thread of its own.
+    """Runs a function that may block in its own thread.
 
-    One that never returns takes no thread from the others, and the process can end without it.
-    Raises RuntimeError for what would end the process, such as sys.exit().
+    A function that never returns takes no thread from others, and the process can end without it.
+    Raises RuntimeError in place of an error that would end the process, such as SystemExit.
     """
     done: concurrent.futures.Future = concurrent.futures.Future()
     done.set_running_or_notify_cancel()
@@ -117,7 +117,7 @@ async def in_thread(function: Callable[[*Arguments], T], *args: *Arguments) -> T
         try:
             threading.Thread(target=work, daemon=True).start()
             break
-        except RuntimeError:  # this user has no more threads until others end
+        except RuntimeError:  # this user can have no more threads until others end
             await asyncio.sleep(0.1)
     result, error = await asyncio.wrap_future(done)
     if isinstance(error, Exception):
@@ -135,14 +135,14 @@ async def within(
     stopped: Callable[[], float] = float,
     late: type[Exception] = TimeoutError,
 ) -> T:
-    """Awaits under a named deadline. Raises a `late` error with that name and `state` at its end.
+    """Awaits under a named deadline; after it, raises a `late` error with that name and `state`.
 
-    A printed line warns when half of the time has gone. `stopped` counts the seconds in which the
+    A printed line warns when half of the time has passed. `stopped` counts the seconds in which the
     clock stands still. A cancelled task gets CancelledError even if asyncio.gather would raise the
     error that one of its members raised at that moment.
     """
     task = asyncio.current_task()
-    assert task is not None  # a coroutine runs in one
+    assert task is not None  # a coroutine always runs in a task
     before = task.cancelling()
     loop = asyncio.get_running_loop()
     began = loop.time() - stopped()
@@ -171,15 +171,15 @@ async def within(
         raise
     finally:
         alarm.cancel()
-        look = None  # type: ignore[assignment]  # it holds itself: no count of references ends it
+        look = None  # type: ignore[assignment]  # it refers to itself: reference counting keeps it
 
 
-RENDER_SECONDS = 4.0  # of the processor; the longest prompts take a tenth of a second
+RENDER_SECONDS = 4.0  # seconds of CPU time; the longest prompts take a tenth of a second
 
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in code that takes more of the processor; does nothing in other threads.
+    """Raises TimeoutError in code that uses more CPU time; does nothing outside the main thread.
 
     Signals reach only the main thread. The alarm rings again if the error is swallowed.
     """

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-# The flaws of an answer. The index is the code in Sample.flaw_T.
+# An answer's flaws; the index is the code in Sample.flaw_T.
 FLAWS = ("", "tool_call", "thinking")
 
 THINK = ("<think>", "</think>")
@@ -33,7 +33,7 @@ class Calls(NamedTuple):
 
 
 class CallForm(Protocol):
-    """The form in which a family of models writes its calls; envs/parsers/forms.py has others."""
+    """The form in which a model family writes its calls; envs/parsers/forms.py has other forms."""
 
     def read(self, content: str) -> Calls | None:
         """Finds the whole calls of a content; None if a call is broken."""
@@ -129,10 +129,10 @@ def flaw(
 
     Tool calls are checked first, as in NeMo-RL's nemo_gym.py.
 
-    "tool_call": the content has tags of tool calls outside whole calls, or not `parsed` calls, as a
-    parser may repair a call or drop it. "thinking": a think tag is in the content outside calls, or
-    a second `<think>` is in the reasoning. A thought that was cut off has no flaw, and nothing
-    inside a thought is a tool call.
+    "tool_call": the content has tool-call tags outside whole calls, or a number of calls other than
+    `parsed`, as a parser may repair or drop a call. "thinking": a think tag is in the content
+    outside calls, or a second `<think>` is in the reasoning. A thought that was cut off has no
+    flaw, and nothing inside a thought is a tool call.
     """
     parts = split(text, marks)
     calls = form.read(parts.content)

@@ -2,8 +2,8 @@
 
     prompt ids + sampled ids + the ids of the text that the chat template writes after that answer
 
-To find that text, the conversation is rendered with a word in the place of the answer. So neither
-the content of earlier turns matters nor how the template shows them: thoughts that it drops stay in
+To find that text, the conversation is rendered with a word in place of the answer. So neither the
+content of earlier turns nor how the template shows them matters: thoughts that it drops stay in
 the prompt. NeMo-RL's prefix rule (models/generation/openai_server_utils.py) has the same outcome.
 It counts the tokens that end messages instead, which an answer can spell.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollout.episode import Turn
     from rollout.sampler import Sampler
 
-# A tokenizer takes a second for a megabyte, and lets other threads work meanwhile.
+# A tokenizer takes a second per megabyte, and lets other threads run meanwhile.
 RENDERERS = ThreadPoolExecutor(4)
 # More characters per token than any text has: a longer text is refused before it is tokenised.
 DENSEST = 32
@@ -64,7 +64,7 @@ class Template(NamedTuple):
     def prompt(
         self, messages: list[dict], tools: list[dict] | None, said: Said | None, limit: int
     ) -> list[int]:
-        """Returns the token ids up to the start of the next answer, continuing those of `said`.
+        """Returns the token ids up to the start of the next answer, continuing the ids of `said`.
 
         If `messages` do not continue `said`, or the template hides the new ones, all messages are
         rendered. Raises NoRoom for `limit` tokens or more.
@@ -81,7 +81,7 @@ class Template(NamedTuple):
             text = self.text(messages, tools)
         if len(text) > DENSEST * limit:
             raise NoRoom(f"{len(text)} characters do not fit into {limit} tokens")
-        whole = text.encode("utf-8", "replace").decode()  # replaces halves of surrogate pairs
+        whole = text.encode("utf-8", "replace").decode()  # replaces lone surrogates
         new = self.tokenizer.encode(whole, add_special_tokens=False)
         if stopped and known[-1:] == new[:1]:
             new = new[1:]  # the answer ends with the token with which the template ends it
@@ -120,14 +120,14 @@ class Template(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A prompt, and the limit of tokens for its answer; 0 for the limit of row and run."""
+    """A prompt and its answer's token limit; 0 means the limit set by the row and the run."""
 
     ids: list[int]
     most: int = 0
 
 
 async def prompt(sampler: "Sampler", messages: list[dict], tools: list[dict] | None) -> Prompt:
-    """Renders the prompt of a sampler's next turn; its compaction may shorten the conversation.
+    """Renders the prompt for a sampler's next turn; its compaction may shorten the conversation.
 
     Raises NoRoom if the prompt leaves no room for an answer.
     """
@@ -148,9 +148,9 @@ async def rendered(
 
 
 def stand_in(answer: dict, word: str) -> dict:
-    """Makes a message of one word to replace an answer; in a call if the answer has calls.
+    """Makes a one-word message to replace an answer; the word is in a call if the answer has calls.
 
-    It has only one call, as some templates refuse more.
+    The message has only one call, as some templates refuse more.
     """
     calls = answer.get("tool_calls", ())
     if not calls:

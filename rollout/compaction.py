@@ -1,8 +1,8 @@
 """Lets the policy sum up an episode that outgrows the window, and continue in a new sequence.
 
 A row asks for it with `"compactions": N`, the number of times that an episode may be summed up. It
-happens in `Sampler.chat`, so it works in each environment of many turns, and no environment sees
-it: all messages stay in its own list. Nothing that is judged comes from a summary.
+happens in `Sampler.chat`, so it works in every multi-turn environment, and no environment sees it:
+its own list keeps all messages. Nothing that is judged comes from a summary.
 
     window     | prompt of the row | turn | turn | ... | turn | request, summary |
                                                           |
@@ -10,12 +10,12 @@ it: all messages stay in its own list. Nothing that is judged comes from a summa
 
 An episode is summed up before a turn whose prompt leaves no room for an answer, the request and a
 summary. Answer and summary may each have `sampling.max_response_tokens`, or a quarter of
-`sampling.max_model_len` if that is less. An answer may not use the room of the summary after it.
+`sampling.max_model_len` if that is less. An answer may not use the summary's room.
 
 The request continues the sampled ids, so the summary ends the sequence that it sums up, and is
 trained like any other turn. The environment's latest messages are not summed up but shown again,
 after the policy's last message, which the chat template renders. The summary has no role of its
-own: it is added to the last message of the row's prompt, or becomes a message of the user if that
+own: it is added to the last message of the row's prompt, or becomes a user message if that
 message is not the user's. The tokenizer's special tokens are removed from the summary, so it cannot
 end that message.
 
@@ -54,25 +54,25 @@ FRAME = """
 [What came before was cut. This is your own summary of it:]
 {}
 [End of the summary]"""
-LATER = "(follows the summary)"  # replaces a tool's result that is shown after the summary
+LATER = "(follows the summary)"  # replaces a tool result that is shown after the summary
 FAILED = "a summary that is cut off, empty or too long ends the episode"
-MARGIN = 64  # tokens of a template around the request
+MARGIN = 64  # template tokens around the request
 
 
 class Compaction:
-    """The summaries of one episode: the number that may still be made, and their statistics."""
+    """One episode's summaries: the number that may still be made, and their statistics."""
 
     def __init__(self, most: int, sampling: "Sampling") -> None:
         self.left = most
         self.limit = sampling.max_model_len
-        self.longest = min(sampling.max_response_tokens, self.limit // 4)  # tokens of a summary
+        self.longest = min(sampling.max_response_tokens, self.limit // 4)  # summary tokens
         self.dropped_tokens = 0
         self.failed = False
 
     def info(self, turns: "list[Turn]") -> dict[str, int]:
-        """Returns the metrics of an episode of these turns.
+        """Returns the metrics of an episode that consists of these turns.
 
-        The last turn may have a summary without a next turn, after a time-out.
+        After a time-out, the last turn may have a summary that no turn follows.
         """
         count = sum(bool(turn.summaries) for turn in turns[:-1])
         return {
@@ -83,7 +83,7 @@ class Compaction:
         }
 
     async def prompt(self, sampler: "Sampler", messages: list[dict], tools: list | None) -> Prompt:
-        """Returns the prompt of the next turn, after a summary if one is needed.
+        """Returns the prompt for the next turn, after a summary if one is needed.
 
         Raises NoRoom if the window is full and no summary helps.
         """
@@ -154,7 +154,7 @@ class Compaction:
 async def prompt_of(
     sampler: "Sampler", messages: list[dict], tools: list | None, said: "Said | None"
 ) -> list[int]:
-    """Renders a prompt; [] if it has no room, or if the chat template refuses it."""
+    """Renders a prompt; returns [] if it has no room, or if the chat template refuses it."""
     try:
         return await rendered(sampler, messages, tools, said)
     except Exception:  # a chat template is the model's own code, and the messages are the policy's
@@ -175,7 +175,7 @@ def plain_text(text: str, sampler: "Sampler") -> str:
     tokenizer = sampler.tokenizer
     special = {*tokenizer.all_special_tokens}
     for added in tokenizer.added_tokens_decoder.values():
-        if added.special:  # some of them are not in all_special_tokens
+        if added.special:  # some special tokens are not in all_special_tokens
             special.add(added.content)
     for token in special:
         text = text.replace(token, " ")

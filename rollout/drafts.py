@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 EMPTY_TURN = Turn([], [], [], [], "")
-DRAFT_SECONDS = 5.0  # between two copies: a lost engine costs so much of its answers
+DRAFT_SECONDS = 5.0  # between two copies: a lost engine loses this much of its answers
 
 
 class Drafts:
@@ -31,13 +31,13 @@ class Drafts:
 
     def __init__(self) -> None:
         self.written: dict[str, list[Turn]] = {}
-        self.idle = waits.Idle()  # of requests
+        self.idle = waits.Idle()  # counts the time without requests
 
     @contextlib.contextmanager
     def open(self, request: Request) -> Iterator[list[Turn]]:
-        """Yields the answers of a request so far: the drafts that it brings, or empty ones.
+        """Yields a request's answers so far: the drafts that it brings, or empty ones.
 
-        The block replaces each by the whole answer; `since` reports what they are meanwhile.
+        The block replaces each with the whole answer; meanwhile `since` reports them.
         """
         drafts = request.drafts or [EMPTY_TURN] * request.n
         turns = [dataclasses.replace(draft, prompt_ids=request.prompt_ids) for draft in drafts]
@@ -54,7 +54,7 @@ class Drafts:
     ) -> list[Turn | None]:
         """Returns the tokens of each answer after its first `known` ones, and copies no others.
 
-        An answer that the caller has whole is None in `known` and in the result. An empty `known`
+        An answer that the caller has in full is None in `known` and in the result. An empty `known`
         asks for all tokens. Returns [] for an unknown request. `states` is vLLM's
         engine.output_processor.request_states.
         """
@@ -71,7 +71,7 @@ class Drafts:
 
 
 def sample_name(name: str, j: int) -> str:
-    """Returns vLLM's name of sample j of a request."""
+    """Returns vLLM's name for sample j of a request."""
     return f"{name}-{j}"
 
 
@@ -90,9 +90,9 @@ def rest_of(request: Request, j: int, draft: Turn) -> Request:
 
 
 class DraftedCall(NamedTuple):
-    """The worker's copy of one call of `answers`: its prompt, and each answer in pieces.
+    """The worker's copy of one call to `answers`: its prompt, and each answer in pieces.
 
-    Each report of the engine brings a piece. `answers` is [] until the first report.
+    Each engine report brings a piece. `answers` is [] until the first report.
     """
 
     prompt_ids: list[int]
@@ -103,7 +103,7 @@ class DraftedCall(NamedTuple):
         return [whole(self.prompt_ids, pieces) for pieces in self.answers]
 
     def known(self) -> list[int | None]:
-        """Returns how many tokens of each answer are known; None if it is known whole."""
+        """Returns how many tokens of each answer are known; None for an answer known in full."""
         counts: list[int | None] = []
         for pieces in self.answers:
             is_whole = bool(pieces[-1].finish_reason)
@@ -126,8 +126,9 @@ async def answers(
 ) -> list[Turn]:
     """Returns the answers to call k of a rollout: the engine completes what the drafts hold.
 
-    `calls` are the rollout's, of this try and of an earlier one. If call k had another prompt in
-    the earlier one, the conversation took another course, and its calls from k on are dropped.
+    `calls` are the rollout's calls, from this try and an earlier one. If call k had a different
+    prompt in the earlier try, the conversation took a different course, and that try's calls from
+    k on are dropped.
     """
     call = calls[k] if k < len(calls) else None
     if not call or call.prompt_ids != request.prompt_ids or len(call.answers) not in (0, request.n):
@@ -175,7 +176,7 @@ async def followed(
 
 
 class DraftBook:
-    """The worker's side: for each group, the calls of its rollouts when they last failed."""
+    """The worker's side: for each group, its rollouts' calls when they last failed."""
 
     def __init__(self) -> None:
         self.groups: dict[tuple[Any, int], list[list[DraftedCall]]] = {}
@@ -184,13 +185,13 @@ class DraftBook:
     def of(self, slot: Any, line: int, n: int) -> Iterator[list[list[DraftedCall]]]:
         """Yields the drafts of a group's n rollouts, and keeps them only if the block raises.
 
-        Each attempt gets lists of its own, because tasks of an earlier attempt may still write.
+        Each attempt gets its ownlists, because tasks of an earlier attempt may still write.
         """
         old = self.groups.get((slot, line)) or [[] for _ in range(n)]
         drafts = [list(calls) for calls in old]
         self.groups[slot, line] = drafts
         yield drafts
-        if self.groups.get((slot, line)) is drafts:  # not if an earlier attempt has ended late
+        if self.groups.get((slot, line)) is drafts:  # False for an attempt that ends late
             self.forget(slot, line)
 
     def forget(self, slot: Any, line: int) -> None:

@@ -1,8 +1,8 @@
 """Carries expert routes and token sets from the engine to the trainer.
 
-Routes are the experts that saw each token (R3, policy.replay_routing). An engine sends those of a
-turn's new tokens alone; the earlier ones are in arrays that all turns of the conversation share.
-A set holds the tokens among which one was chosen, if sampling is truncated
+Routes are the experts that saw each token (R3, policy.replay_routing). An engine sends only the
+routes of a turn's new tokens; the earlier ones are in arrays that all turns of the conversation
+share. If sampling is truncated, a token's set holds the tokens from which it was chosen
 (policy/allowed_tokens.py).
 """
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def held(calls: "Sequence[DraftedCall]", prompt_ids: list[int]) -> list[np.ndarray]:
-    """Returns the routes of a prompt's first tokens, if it continues the last of the calls.
+    """Returns the routes of a prompt's first tokens, if the prompt continues the last of the calls.
 
     They cover every token of that turn but the last one, which no engine has read. Returns [] if
-    the prompt is another conversation's, or if that turn has no routes.
+    the prompt belongs to another conversation, or if that turn has no routes.
     """
     for turn in calls[-1].turns() if calls else ():
         seen = turn.prompt_ids + turn.token_ids
@@ -42,7 +42,7 @@ def lacking(turn: "Turn") -> int:
 def complete(turns: "list[Turn]", held: list[np.ndarray]) -> None:
     """Puts the routes that the worker holds in front of the ones that the engine has sent.
 
-    A turn of an earlier try may have them already.
+    A turn from an earlier try may have them already.
     """
     for turn in turns:
         if turn.routes is not None and lacking(turn):
@@ -52,7 +52,7 @@ def complete(turns: "list[Turn]", held: list[np.ndarray]) -> None:
 def join(turns: "list[Turn]", tokens: int) -> np.ndarray | None:
     """Returns the experts of each token when it was first read [tokens, expert layers, experts].
 
-    They are -1 for the last token, which the engine never read. Returns None if a turn lacks them.
+    The last token has -1, as the engine never read it. Returns None if a turn lacks experts.
     """
     of_turns = [turn.routes for turn in turns if turn.routes is not None]
     if len(of_turns) < len(turns):
@@ -70,12 +70,12 @@ def join(turns: "list[Turn]", tokens: int) -> np.ndarray | None:
     return routes_T
 
 
-# A sequence without sets.
+# The ids of a sequence without sets.
 NONE = np.zeros(0, np.int32)
 
 
 def of_turns(turns: "list[Turn]", tokens: int) -> tuple[np.ndarray | None, Allowed | None]:
-    """Returns the routes and the sets of the sequence of that length which the turns become.
+    """Returns the routes and the sets of the sequence of `tokens` tokens that the turns become.
 
     Raises RuntimeError as `sets` does.
     """
@@ -124,7 +124,7 @@ def sets_of_row(samples: "list[Sample]", truncates: bool) -> tuple[Tensor, Tenso
     """Returns the sets of a packed row's tokens; None if no sample has sets.
 
     Raises ValueError if a trained sample lacks its sets although others have them or the run
-    `truncates`, and if a sample has other ids than its sets count.
+    `truncates`, and if a sample has more or fewer ids than its sets count.
     """
     found = [sets_of(sample) for sample in samples]
     if not any(found) and not truncates:
@@ -146,7 +146,7 @@ def sets_of_row(samples: "list[Sample]", truncates: bool) -> tuple[Tensor, Tenso
 
 
 def sets_of(sample: "Sample") -> Allowed | None:
-    """Returns a sample's sets; None if it lacks them, which a file of samples marks with -1."""
+    """Returns a sample's sets; None if it lacks them, which a samples file marks with -1."""
     count_T, ids_M = sample.allowed_T, sample.allowed_M
     if count_T is None or ids_M is None or (count_T < 0).all():
         return None

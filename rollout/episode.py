@@ -44,7 +44,7 @@ class Turn:
     cached: int = 0  # tokens of the prompt that the engine found in its prefix cache
     allowed: "Allowed | None" = None  # the set of ids for each token; None: the whole vocabulary
 
-    parsed: Response | None = None  # the text, after the parsers of the configuration
+    parsed: Response | None = None  # the text, as the configured parsers read it
     heard: tuple[Any, ...] = ()  # an environment's replies, for the next try if this one fails
     # The policy's summaries after this turn (rollout/compaction.py); a copy for a new try has none.
     summaries: tuple["Turn", ...] = dataclasses.field(default=(), init=False)
@@ -75,7 +75,7 @@ class Turn:
     def from_vllm(
         cls, prompt_ids: list[int], answer: "CompletionOutput", start: int = 0, cached: int = 0
     ) -> "Turn":
-        """Takes vLLM's answer from token `start` on; its spans become one version for each token.
+        """Takes vLLM's answer from token `start` on; its spans become one version per token.
 
         Raises RuntimeError if anything other than the policy or the length limit ended it, or if a
         token has no logprob or no version.
@@ -93,7 +93,7 @@ class Turn:
                 "versions, expected equally many"
             )
         routes = None if answer.routed_experts is None else [answer.routed_experts]
-        # Sets by now: runtime/engines/engine.py replaces vLLM's masks.
+        # These are sets by now: runtime/engines/engine.py replaces vLLM's masks.
         sets: Allowed | None = getattr(answer, "sampling_mask", None)
         return cls(
             prompt_ids,
@@ -139,7 +139,7 @@ class Request(NamedTuple):
     n: int
     seed: int
     drafts: list[Turn]  # the tokens of each answer that a lost engine had sampled; [] for none
-    max_tokens: int  # of an answer
+    max_tokens: int  # limit of an answer
     sampling: dict[str, float] = {}  # overrides of temperature, top_p, ... in validation
     priority: int = 0  # smaller ones go first
     known_routes: int = 0  # tokens of the prompt whose routes need not be sent again
@@ -172,7 +172,7 @@ class Sample:
     """One token sequence to train on: the policy's tokens, and what it read, which is masked out.
 
     A field that ends in `_T` has one entry for each token. runtime/checkpoints/archive.py writes
-    every field to disk, so one that a fork adds is there after resume and replay.
+    every field to disk, so a field that a fork adds survives resume and replay.
     """
 
     tokens_T: np.ndarray  # int32
@@ -187,7 +187,7 @@ class Sample:
     env: str = ""
     dataset: str = ""  # the data set that the row names
     components: dict[str, float] = dataclasses.field(default_factory=dict)  # of Reward.info
-    continues: bool = False  # an episode whose earlier tokens are in another sequence
+    continues: bool = False  # True if the episode's earlier tokens are in another sequence
     cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
     routes_T: np.ndarray | None = None  # int8/16 [T, expert layers, experts], -1 where unknown
     teacher_logp_T: np.ndarray | None = None  # float32, 0 where not sampled; mopd.py
@@ -203,7 +203,7 @@ class Sample:
 
     @classmethod
     def of(cls, turns: list[Turn]) -> "Sample":
-        """Joins turns to one sequence: in turn, what the environment added and the answer to it."""
+        """Joins turns into one sequence: what the environment added, then the answer to it."""
         tokens: list[int] = []
         mask: list[bool] = []
         logps: list[float] = []
@@ -243,7 +243,7 @@ class Sample:
         self.flaw_T[~np.isin(self.flaw_T, kept)] = 0
 
     def info(self) -> SampleInfo:
-        """Returns the numbers that the driver needs of this sample."""
+        """Returns the numbers about this sample that the driver needs."""
         versions = self.version_T[self.version_T >= 0]
         return SampleInfo(
             tokens=len(self.tokens_T),
@@ -277,8 +277,8 @@ class Group:
     """A prompt's finished answers, as the driver knows them."""
 
     slot: int
-    version: int  # of the policy when the group was dispatched
-    line: int  # of the data file
+    version: int  # policy version when the group was dispatched
+    line: int  # line number in the data file
     infos: list[SampleInfo]
     samples: Ref[list[Sample]]
 
@@ -289,7 +289,7 @@ class Episode:
 
     turns: list[Turn]
     reward: Reward
-    masked: bool = False  # counts in the baseline, and is not trained on
+    masked: bool = False  # True: counts in the baseline, but is not trained on
 
     def samples(self, row: dict) -> list[Sample]:
         """Returns the token sequences of this episode, with environment, data set and score."""
@@ -304,7 +304,7 @@ class Episode:
         return samples
 
     def record(self, tokenizer: "PreTrainedTokenizerBase", row: dict, sample: Sample) -> dict:
-        """Returns a line of rollouts.jsonl without step and slot.
+        """Returns a rollouts.jsonl line without step and slot.
 
         Its `versions` are pairs [version, tokens]. `sample` is any sample of this episode, with its
         reward and advantage.
@@ -349,7 +349,7 @@ def with_summaries(turns: list[Turn]) -> list[Turn]:
 
 
 def stitch(turns: list[Turn]) -> list[Sample]:
-    """Joins turns to sequences; a prompt that does not begin with the exact ids so far starts one.
+    """Joins turns into sequences; a prompt that does not begin with the same ids starts a new one.
 
     What the environment added is masked out; flawed answers are marked. All sequences of an episode
     that was cut off are `truncated`. NeMo-RL (environments/nemo_gym.py:280) asserts the same

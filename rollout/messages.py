@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def template_variables(row: dict) -> dict[str, Any]:
-    """Returns a row's own variables of the chat template.
+    """Returns a row's own chat template variables.
 
     Agents `..._reasoning_off` have the default `enable_thinking = False`.
     """
@@ -47,7 +47,7 @@ def chat(items: list[dict] | str) -> list[dict]:
 
 
 def extend(message: dict, item: dict) -> None:
-    """Adds an item of the assistant's turn to the message of that turn."""
+    """Adds an item of the assistant's turn to that turn's message."""
     if item.get("type") == "reasoning":
         thought = plain(item.get("summary") or item.get("content") or "").strip("\n")
     else:
@@ -76,7 +76,7 @@ def functions(tools: list[dict] | None) -> list[dict] | None:
 
 
 def as_object(given: str | dict | None) -> dict | None:
-    """Returns an object, given as such or as JSON; {} for an empty text, None if it is not one."""
+    """Returns an object, given as such or as JSON; {} for an empty text, None for all else."""
     if isinstance(given, str | None):
         try:
             given = json.loads(given or "{}")
@@ -86,7 +86,7 @@ def as_object(given: str | dict | None) -> dict | None:
 
 
 def plain(content: str | list[dict]) -> str:
-    """Returns the text of a content; templates would drop or print parts of the Responses API."""
+    """Returns a content's text; templates would drop or print parts of the Responses API."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
@@ -99,7 +99,7 @@ def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
 
 
 def last_question(row: dict) -> str:
-    """Returns the text of the user's last message in a row; "" without one."""
+    """Returns the text of the user's last message in a row; "" if it has no such message."""
     for message in reversed(chat(row["responses_create_params"]["input"])):
         if message["role"] == "user":
             return message["content"]
@@ -124,7 +124,7 @@ def render_messages(
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Arguments of apply_chat_template that are not variables of the template.
+# Arguments of apply_chat_template that are not template variables.
 OWN = {"chat_template", "tools", "tokenize", "truncation", "max_length", "return_tensors"}
 KINDS = ("message", "reasoning", "function_call", "function_call_output")
 
@@ -150,7 +150,7 @@ def check_items(items: list | str, at: str) -> None:
 
 
 def check_message(item: Any, where: str) -> None:
-    """Raises ValueError unless `item` is a message of a chat."""
+    """Raises ValueError unless `item` is a chat message."""
     role = get(item, "role", str, "a string", where)
     require(role in ROLES, where + "role", role, "one of: " + ", ".join(ROLES))
     get(item, "reasoning_content", str | None, "text or null", where)
@@ -176,7 +176,7 @@ def check_call(call: dict, where: str) -> None:
 
 
 def check_tools(tools: list | None, at: str) -> None:
-    """Raises ValueError unless each tool is a function, in the form of Responses or of chats."""
+    """Raises ValueError unless each tool is a function, in the Responses form or the chat form."""
     for i, tool in enumerate(tools or ()):
         where = f"{at}[{i}]."
         kind = get(tool, "type", str, "a string", where)
@@ -185,7 +185,7 @@ def check_tools(tools: list | None, at: str) -> None:
 
 
 def check_overrides(params: dict, at: str) -> None:
-    """Raises ValueError unless a row's overrides of the run's sampling can be used."""
+    """Raises ValueError unless a row's sampling overrides can be used."""
     limit = get(params, "max_output_tokens", int | None, "tokens of an answer, or null", at)
     require(limit is None or limit > 0, at + "max_output_tokens", limit, "1 or more")
     asked = params.get("instructions")

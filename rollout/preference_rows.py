@@ -1,9 +1,9 @@
-"""Reads preference rows of Hugging Face: a prompt, and a better and a worse answer to it.
+"""Reads Hugging Face preference rows: a prompt, and a better and a worse answer to it.
 
     {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
     {"chosen": [MESSAGE, ...], "rejected": [MESSAGE, ...], "tools": [...]}
 
-A text as `prompt` is a message of the user, a text as an answer one of the assistant. Two whole
+A text as `prompt` is a user message, a text as an answer an assistant message. Two whole
 conversations need no prompt: it is their common beginning. Other keys of a row are ignored.
 """
 
@@ -29,7 +29,7 @@ ANSWERS = ("chosen", "rejected")
 
 
 class Conversation(NamedTuple):
-    """The conversation of a row: the prompt's messages, and one message for each answer."""
+    """A row's conversation: the prompt's messages, and one message per answer."""
 
     prompt: list[dict]
     chosen: dict
@@ -44,7 +44,7 @@ class Tokens(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The two sequences of a row."""
+    """A row's two sequences."""
 
     chosen: Tokens
     rejected: Tokens
@@ -78,7 +78,7 @@ def load_pairs(path: str, cfg: "PairSettings") -> rows.Rows:
 
 
 def summary(path: str, max_bad_rows: int) -> tuple[list[str], list[str]]:
-    """Describes a file: lines about its content, and the problems that forbid training on it."""
+    """Describes a file: lines about its content, and the problems that prevent training on it."""
 
     def is_pair(line: str) -> bool:
         row, _ = rows.loads(line)
@@ -141,7 +141,7 @@ def messages(row: dict, name: str, role: str) -> list[dict]:
 
 
 def render(row: dict, path: str, cfg: "PairSettings") -> Pair:
-    """Returns the token ids of a row of a file. Raises InputError with the row's line."""
+    """Returns the token ids of a row in a file. Raises InputError with the row's line number."""
     try:
         return tokenize(row, cfg)
     except ValueError as error:

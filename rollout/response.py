@@ -23,7 +23,7 @@ class Response(str):
         tool_calls: list[dict[str, str]] | None = None,
         malformed: str = "",
     ) -> "Response":
-        """Makes a response of its parts; if `content` is None, it is the whole text."""
+        """Makes a response from its parts; if `content` is None, it is the whole text."""
         response = super().__new__(cls, text)
         response.reasoning = reasoning
         response.content = text if content is None else content

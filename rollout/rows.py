@@ -26,8 +26,8 @@ LONGEST_LINE = 1 << 26  # bytes; a longer line is not a row but a file without l
 class Rows(Sequence[dict]):
     """The good rows of a JSONL file, in order, each with its line number under `_line`.
 
-    Memory holds only 16 bytes for each row, as a blend may have 50 GB: its first byte in the file,
-    its line number, and a checksum. Reading a row raises InputError if the file has changed.
+    Memory holds only 16 bytes per row, as a blend may have 50 GB: the row's offset in the file, its
+    line number, and a checksum. Reading a row raises InputError if the file has changed.
     """
 
     def __init__(self, path: str):
@@ -41,7 +41,7 @@ class Rows(Sequence[dict]):
         """Adds a row that has been found good."""
         self.starts.append(start)
         self.lines.append(line)
-        # Without the line break: a last line gets one when rows are appended to the file.
+        # Without the line break: the last line gets one when rows are appended to the file.
         self.checksums.append(zlib.crc32(text.rstrip(b"\n")))
 
     def checksum(self, count: int) -> int:
@@ -65,7 +65,7 @@ class Rows(Sequence[dict]):
 
 
 def read_lines(path: str) -> Iterator[str]:
-    """Yields the lines of a file, bytes that are not UTF-8 as surrogates; cuts off endless lines.
+    """Yields a file's lines, with bytes that are not UTF-8 as surrogates; truncates endless lines.
 
     Raises InputError if the file cannot be read.
     """
@@ -73,7 +73,7 @@ def read_lines(path: str) -> Iterator[str]:
 
 
 def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Yields the start and the bytes of each line of a file; shows a bar if it takes a while.
+    """Yields the offset and the bytes of each line in a file; shows a bar if it takes a while.
 
     Raises InputError if the file cannot be read.
     """
@@ -107,7 +107,7 @@ def decoded(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
-BAD: dict[str, list[dict]] = {}  # by file, until this process has claimed the run folder
+BAD: dict[str, list[dict]] = {}  # bad rows by file, until this process has claimed the run folder
 
 
 def keep_bad(path: str, bad: list[dict], cfg: "TrainingSettings") -> None:
@@ -170,7 +170,7 @@ def first_of(bad: list[dict]) -> str:
 def quarantine(cfg: "TrainingSettings") -> None:
     """Writes the bad rows of all loaded files to the run folder, which this process has claimed.
 
-    Each line has file, line number, reason and first characters of a row. If nothing is trained,
+    Each line has a row's file, line number, reason and first characters. If nothing is trained,
     the file stays as it is.
     """
     if cfg.command.eval_only or cfg.command.export:

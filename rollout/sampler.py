@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class GroupSamplers(NamedTuple):
-    """The samplers of a group's rollouts, and the clock of the time in which none of them calls."""
+    """The samplers of a group's rollouts, and a clock that runs while none has a call open."""
 
     samplers: "list[Sampler]"
     idle: Idle
 
 
 class Samplers:
-    """Makes the samplers of groups: from the tokenizer, the run's sampling and its seed."""
+    """Makes groups' samplers from the tokenizer and the run's sampling and seed."""
 
     def __init__(self, cfg: "RunSettings") -> None:
         limits = services.Limits(cfg.timeouts.rollout, cfg.rollout_workers)
@@ -66,7 +66,7 @@ class Samplers:
             yield GroupSamplers(samplers, idle)
 
     def flawed(self, episodes: list[Episode], names: Sequence[str]) -> list[bool]:
-        """Returns for each episode whether it has a flaw of these names."""
+        """Returns for each episode whether it has one of the named flaws."""
         if not names:
             return [False] * len(episodes)
         return [zero_rewards.mark(episode, names, self.tokenizer) for episode in episodes]
@@ -81,18 +81,18 @@ class Slot(Protocol):
 
 
 class Sampler:
-    """The policy, as one rollout of an environment sees it; always the same engine.
+    """The policy as one rollout of an environment sees it, always on the same engine.
 
     `drafts` outlives it. If the engine is lost, the rollout that runs again finds its earlier calls
-    there, with their answers or drafts. It gets these for each call that has the same prompt: in a
-    conversation, until a tool replies something else.
+    there, with their answers or drafts. It reuses them for each call that has the same prompt: in a
+    conversation, until a tool gives a different reply.
     """
 
     def __init__(
         self,
         engine: "ActorHandle",
         tokenizer: "PreTrainedTokenizerBase",
-        sampling: "Sampling",  # of the row
+        sampling: "Sampling",  # the row's sampling
         seed: int,
         drafts: list[DraftedCall],
         validation: bool,
@@ -104,10 +104,10 @@ class Sampler:
         self.drafts = drafts
         self.overrides: dict[Any, float] = dict(sampling.validation) if validation else {}
         self.calls = 0
-        self.idle = Idle()  # of calls, in all samplers of the group
-        self.tools: list | None = None  # of the conversation that was rendered last
-        self.said: Said | None = None  # what `chat` has asked last
-        self.compaction: Compaction | None = None  # of an episode that outgrows the window
+        self.idle = Idle()  # counts the time without calls, over all samplers of the group
+        self.tools: list | None = None  # tools of the conversation that was rendered last
+        self.said: Said | None = None  # the conversation up to the last answer of `chat`
+        self.compaction: Compaction | None = None  # sums up an episode that outgrows the window
 
     def render(self, messages: list[dict] | str, tools: list | None = None) -> list[int]:
         """Returns the token ids of a conversation up to the place where the answer begins."""
@@ -115,15 +115,15 @@ class Sampler:
         return render_messages(self.tokenizer, messages, tools, self.sampling.chat_template_kwargs)
 
     def room(self, prompt_ids: list[int]) -> int:
-        """Returns how many tokens an answer may have below max_model_len; 0 if there is no room."""
+        """Returns how many tokens an answer may have below max_model_len; 0 if none fits."""
         return max(0, self.sampling.max_model_len - len(prompt_ids))
 
     async def chat(self, messages: list[dict], tools: list | None = None) -> Turn:
         """Returns the answer to a conversation of chat messages (rollout/chat.py).
 
-        If `messages` extends the last call by the `message` of its Turn and new ones, the prompt
-        continues from the sampled token ids. Any other change of the earlier messages starts a new
-        sample (`stitch`). Raises NoRoom if the window has no room for an answer.
+        If `messages` are the last call's messages, its Turn's `message` and new messages, the
+        prompt continues from the sampled token ids. Any other change to earlier messages starts a
+        new sample (`stitch`). Raises NoRoom if the window has no room for an answer.
         """
         prompt_ids, most = await chat.prompt(self, messages, tools)
         (turn,) = await self.generate(prompt_ids, most=most)
@@ -133,7 +133,7 @@ class Sampler:
     async def generate(self, prompt_ids: list[int], n: int = 1, most: int = 0) -> list[Turn]:
         """Returns n answers to one prompt, with their text parsed for the tools rendered last.
 
-        An answer has at most `most` tokens; 0 stands for the limit of row and run.
+        An answer has at most `most` tokens; 0 means the limit set by the row and the run.
         """
         k = self.calls
         self.calls += 1
@@ -155,7 +155,7 @@ class Sampler:
             self.idle.change(-1)
         prompt_end = str(self.tokenizer.decode(prompt_ids[-16:])).rstrip()
         for turn in turns:
-            turn.prompt_ids = prompt_ids  # the engine has sent a copy
+            turn.prompt_ids = prompt_ids  # the engine sent a copy
             turn.text = answer_text(self.tokenizer, turn)
             turn.opening = "<think>" if prompt_end.endswith("<think>") else ""
         parsed = await together(self.parse(turn.opening + turn.text) for turn in turns)
@@ -164,7 +164,7 @@ class Sampler:
         return turns
 
     async def parse(self, text: str) -> Response:
-        """Parses an answer with the parsers of the configuration."""
+        """Parses an answer with the configured parsers."""
         named = services.current()
         if not (named.reasoning_parser or named.tool_parser):
             return await in_thread(Response.of, text)
@@ -173,7 +173,7 @@ class Sampler:
 
 
 def sampling_of(row: dict, sampling: "Sampling") -> "Sampling":
-    """Returns the run's sampling with the template variables and the answer length of a row."""
+    """Returns the run's sampling with a row's template variables and answer length."""
     params = row["responses_create_params"]
     limit = params.get("max_output_tokens") or sampling.max_response_tokens
     return dataclasses.replace(

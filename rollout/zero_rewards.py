@@ -2,8 +2,8 @@
 
     reasoning_is_answer   the answer of a turn repeats its thought word for word
     empty_answer          the last turn has neither text nor a call
-    inner_eos             an end token of the model is within a turn, or ends it instead of the
-                          tokenizer's own: Nemotron ends with <|im_end|>, never with </s>
+    inner_eos             one of the model's end tokens is within a turn, or ends it instead of
+                          the tokenizer's own: Nemotron ends with <|im_end|>, never with </s>
     think_tags            a turn does not open and close one thought, with the tokens made for that
 
 NeMo-RL has them in apply_reward_penalties (experience/rollouts.py, branch ultra-v3), and sets their
@@ -54,7 +54,7 @@ def is_empty(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def has_inner_end(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Returns whether a turn has an end token within, or ends with another one than its own."""
+    """Returns whether a turn has an end token within, or ends with one that is not its own."""
     every = ends(tokenizer)
     foreign = every - {tokenizer.eos_token_id}
     for turn in turns:
@@ -76,7 +76,7 @@ def ends(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
 
 
 def has_odd_tags(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Returns whether a turn's think tags do not follow from its prompt, or are spelled."""
+    """Returns whether a turn's think tags do not fit its prompt, or are spelled out."""
     for turn in turns:
         if tag_counts(turn) not in expected_counts(turn, tokenizer):
             return True
@@ -93,9 +93,9 @@ def tag_counts(turn: "Turn") -> tuple[int, ...]:
 def expected_counts(turn: "Turn", tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int, ...]]:
     """Returns the counts of think tags that a turn may have.
 
-    It closes the thought that its prompt opened, and opens no other. It has no tag if the prompt
-    has closed the thought, as with reasoning off. If the prompt does neither, the turn may open a
-    thought itself.
+    A turn closes the thought that its prompt opened, and opens no other. It has no tag if the
+    prompt has closed the thought, as with reasoning off. If the prompt does neither, the turn may
+    open a thought itself.
     """
     if turn.opening:
         return [(0, 1)]
@@ -104,9 +104,9 @@ def expected_counts(turn: "Turn", tokenizer: "PreTrainedTokenizerBase") -> list[
 
 
 def spells_a_tag(turn: "Turn", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Returns whether a turn spells a tag with other tokens than its own.
+    """Returns whether a turn spells a tag with tokens other than the tag's own.
 
-    Parsers of ids do not see such a tag.
+    Parsers that read ids do not see such a tag.
     """
     for tag, count in zip(THINK, tag_counts(turn), strict=True):
         token = tokenizer.convert_tokens_to_ids(tag)

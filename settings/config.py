@@ -39,13 +39,13 @@ class Command:
     dry_run: bool = False
     """Print what the run would need and what would limit its speed; start nothing."""
     gpu: PlannedGpu = "auto"
-    """GPU that dry_run plans for; auto: that of this machine, or an H100 if it has no GPU."""
+    """GPU that dry_run plans for; auto: this machine's GPU, or an H100 if it has no GPU."""
     eval_only: bool = False
     """Evaluate the model, or the checkpoint that `resume` names, and exit."""
     export: NonNegativeInt = 0
     """Write this step's checkpoint as a model for transformers and vLLM, and exit."""
     rollout_only: bool = False
-    """Write each step's samples, all of the initial policy; train nothing."""
+    """Write each step's samples, all from the initial policy; train nothing."""
     replay: str = ""
     """Train on the samples that this run folder holds, without an engine."""
 
@@ -76,7 +76,7 @@ class PairCommand:
     dry_run: bool = False
     """Print what the run would need and what would limit its speed; start nothing."""
     gpu: PlannedGpu = "auto"
-    """GPU that dry_run plans for; auto: that of this machine, or an H100 if it has no GPU."""
+    """GPU that dry_run plans for; auto: this machine's GPU, or an H100 if it has no GPU."""
     eval_only: bool = False
     """Evaluate the model, or the checkpoint that `resume` names, and exit."""
     export: NonNegativeInt = 0
@@ -108,16 +108,16 @@ class Data:
     max_bad_rows: NonNegativeInt = 0
     """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
     val_samples: PositiveInt = 1
-    """Answers to each validation prompt; k of pass@k."""
+    """Answers per validation prompt; the k in pass@k."""
 
     def __post_init__(self) -> None:
-        """Refuses to train on no file. Raises ValueError."""
+        """Refuses to train without a data file. Raises ValueError."""
         conflicts.of_data(self)
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class PairData:
-    """Rows of two answers, of which one is better."""
+    """Rows with two answers, one of which is better."""
 
     train: str = "data/tiny_tools/train_pairs.jsonl"
     """Preference rows, used in file order, again from the top when they end."""
@@ -126,10 +126,10 @@ class PairData:
     max_bad_rows: NonNegativeInt = 0
     """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Variables of the chat template: {"enable_thinking": False}."""
+    """Chat template variables: {"enable_thinking": False}."""
 
     def __post_init__(self) -> None:
-        """Refuses to train on no file. Raises ValueError."""
+        """Refuses to train without a data file. Raises ValueError."""
         conflicts.of_data(self)
 
 
@@ -140,15 +140,15 @@ class EngineSettings:
     count: PositiveInt = 1
     """Engines, each with a copy of the policy."""
     tensor_parallel: PositiveInt = 1
-    """GPUs that share one engine's weights; the trainer's is policy.tp."""
+    """GPUs that share one engine's weights; policy.tp is the trainer's number."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """vLLM's engine arguments by name, merged last into those of the run."""
+    """vLLM's engine arguments by name, merged last into the run's own."""
     verify_sync_every: NonNegativeInt = 0
-    """Verify the weights of all engines every N steps; 0: only those of each new engine."""
+    """Verify the weights of all engines every N steps; 0: only each new engine's weights."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Defaults of vLLM's arguments that `args` may override, with `args` over them."""
+        """vLLM's arguments: defaults that `args` may override, with `args` merged over them."""
         return {"max_num_seqs": 256, "gpu_memory_utilization": 0.85} | self.args
 
     def __post_init__(self) -> None:
@@ -158,12 +158,12 @@ class EngineSettings:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Sampling:
-    """Sampling parameters of the engines, and limits of a sequence's length."""
+    """The engines' sampling parameters, and limits on a sequence's length."""
 
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer divides its logits by it as well."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample among the likeliest tokens of this probability; the trainer normalises over them."""
+    """Sample the likeliest tokens of this total probability; the trainer normalises over them."""
     top_k: NonNegativeInt = 0
     """Sample among the k likeliest tokens; 0: all, or 512 with top_p or min_p."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -175,9 +175,9 @@ class Sampling:
     chat_template_kwargs: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"enable_thinking": True}
     )
-    """Variables of the chat template (Super adds truncate_history_thinking = False)."""
+    """Chat template variables (Super adds truncate_history_thinking = False)."""
     validation: dict[SamplingParameter, float | int] = dataclasses.field(default_factory=dict)
-    """Parameters of validation that differ from training: {"temperature": 0.6, "top_p": 0.95}."""
+    """Validation parameters that differ from training: {"temperature": 0.6, "top_p": 0.95}."""
 
     @property
     def truncates(self) -> bool:
@@ -186,9 +186,9 @@ class Sampling:
 
     @property
     def parameters(self) -> dict[str, float | int]:
-        """vLLM's sampling parameters in training.
+        """vLLM's sampling parameters for training.
 
-        If it truncates, top_k is never 0: vLLM sends the set that each token was chosen from.
+        If they truncate, top_k is never 0: vLLM sends the set that each token was chosen from.
         """
         top_k = self.top_k
         if self.truncates and top_k == 0:
@@ -201,7 +201,7 @@ class Sampling:
         }
 
     def __post_init__(self) -> None:
-        """Refuses what vLLM would refuse at the first evaluation. Raises ValueError."""
+        """Refuses values that vLLM would refuse at the first evaluation. Raises ValueError."""
         conflicts.of_sampling(self)
 
 
@@ -210,7 +210,7 @@ class LowEffort:
     """Reward by length, for prompts whose last user message asks for a short answer."""
 
     weight: NonNegativeFloat = 0.0
-    """Bonus of a short answer; 0: off (Super: 0.2)."""
+    """Bonus for a short answer; 0: off (Super: 0.2)."""
     tokens: PositiveInt = 3000
     """Answer length at which the bonus turns into a penalty."""
     penalty: NonNegativeFloat = 1.0
@@ -224,13 +224,13 @@ class Timeouts:
     """Seconds after which a wait ends with an error that names it."""
 
     start: PositiveFloat = 900.0
-    """For actors to load models."""
+    """Limit for actors to load models."""
     train: PositiveFloat = 3600.0
-    """For one training step."""
+    """Limit for one training step."""
     rollout: PositiveFloat = 3600.0
-    """For one group's rollouts; a step's groups get six times that: three tries of two prompts."""
+    """Limit for one group's rollouts; a step's groups get six times that: 3 tries of 2 prompts."""
     sync: PositiveFloat = 600.0
-    """For one weight update, from pause to resume."""
+    """Limit for one weight update, from pause to resume."""
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
@@ -238,13 +238,13 @@ class PairTimeouts:
     """Seconds after which a wait of dpo.py ends with an error that names it."""
 
     start: PositiveFloat = 900.0
-    """For actors to load models."""
+    """Limit for actors to load models."""
     train: PositiveFloat = 3600.0
-    """For one training step."""
+    """Limit for one training step."""
 
 
 class TemplateVariables(NamedTuple):
-    """The variables of the chat template, and the setting that holds them."""
+    """The chat template variables, and the setting that holds them."""
 
     setting: str
     values: dict[str, Any]
@@ -255,7 +255,7 @@ class Demand(NamedTuple):
 
     engines: int = 0
     engine_gpus: int = 1
-    share: float = 1.0  # of a GPU, for a trainer rank or an engine
+    share: float = 1.0  # GPU share of a trainer rank or an engine
     beside: tuple[tuple[int, int], ...] = ()  # (ranks, tp) of each other network: a teacher
 
 
@@ -265,7 +265,7 @@ class CommonSettings:
     """The single settings that all programs have with the same default."""
 
     run_dir: str = "runs/{time}"
-    """Folder of metrics and checkpoints; {time} and {seed} are filled in."""
+    """Folder for metrics and checkpoints; {time} and {seed} are filled in."""
     model: str = "models/tiny"
     """Folder of a Hugging Face causal LM (config.json, *.safetensors, tokenizer), or ORG/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
@@ -273,7 +273,7 @@ class CommonSettings:
     save_period: NonNegativeInt = 100
     """Save and export every N steps, and at the end; 0: only at the end."""
     keep_last: PositiveInt = 2
-    """Checkpoints that stay resumable; of older ones only the exported model stays."""
+    """Checkpoints to keep resumable; older ones keep only the exported model."""
     save_before: NonNegativeInt = 0
     """Save and exit this many seconds before the Slurm job ends; 0: never."""
     val_period: NonNegativeInt = 0
@@ -296,17 +296,17 @@ class BatchSize:
     """The settings that each program with rollouts declares in its Config, as defaults differ."""
 
     prompts_per_step: int  # P, prompt groups in a batch
-    group_size: int  # G, samples of each prompt
+    group_size: int  # G, samples per prompt
 
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class RunSettings(CommonSettings, BatchSize):
-    """A training on rollouts."""
+    """The settings of a training run on rollouts."""
 
     steps: PositiveInt = 1000
     """Batches to train; also the last policy version."""
     max_lag: NonNegativeInt = 1
-    """Steps from the policy that starts a group to the one that trains on it; 0: synchronous."""
+    """Steps from the policy that starts a group to the policy that trains on it; 0: synchronous."""
     train_parts: PositiveInt = 1
     """Parts of a step, each trained once its groups are ready and fill a row of each replica."""
     sample_period: NonNegativeInt = 0
@@ -332,7 +332,7 @@ class RunSettings(CommonSettings, BatchSize):
 
     @property
     def writes_to(self) -> str:
-        """Folder of metrics, rollouts and logs; an evaluation has one of its own."""
+        """Folder of metrics, rollouts and logs; an evaluation has its own folder."""
         return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
 
     @property
@@ -342,7 +342,7 @@ class RunSettings(CommonSettings, BatchSize):
 
     @property
     def row_limits(self) -> dict[str, int]:
-        """Limits of a packed row's length, by setting; a long sample gets a row of its own."""
+        """Limits on a packed row's length, by setting; a long sample gets its own row."""
         return {
             "policy.row_tokens": self.policy.row_tokens,
             "sampling.max_model_len": self.sampling.max_model_len,
@@ -350,7 +350,7 @@ class RunSettings(CommonSettings, BatchSize):
 
     @property
     def template_variables(self) -> TemplateVariables:
-        """The variables of the chat template, and the setting that holds them."""
+        """The chat template variables, and the setting that holds them."""
         return TemplateVariables(
             "sampling.chat_template_kwargs", self.sampling.chat_template_kwargs
         )
@@ -363,12 +363,12 @@ class RunSettings(CommonSettings, BatchSize):
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class PairSettings(CommonSettings):
-    """A training on pairs of answers."""
+    """The settings of a training run on pairs of answers."""
 
     steps: PositiveInt = 50
     """Batches to train; also the last policy version."""
     pairs_per_step: PositiveInt = 128
-    """Pairs in a batch."""
+    """Pairs per batch."""
     command: tyro.conf.OmitArgPrefixes[PairCommand] = dataclasses.field(default_factory=PairCommand)
     """The task of the run; by default it trains from the start."""
     data: PairData = dataclasses.field(default_factory=PairData)
@@ -380,7 +380,7 @@ class PairSettings(CommonSettings):
 
     @property
     def writes_to(self) -> str:
-        """Folder of metrics and logs; an evaluation has one of its own."""
+        """Folder of metrics and logs; an evaluation has its own folder."""
         return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
 
     @property
@@ -390,12 +390,12 @@ class PairSettings(CommonSettings):
 
     @property
     def row_limits(self) -> dict[str, int]:
-        """Limit of a packed row's length, by setting."""
+        """Limit on a packed row's length, by setting."""
         return {"policy.row_tokens": self.policy.row_tokens}
 
     @property
     def template_variables(self) -> TemplateVariables:
-        """The variables of the chat template, and the setting that holds them."""
+        """The chat template variables, and the setting that holds them."""
         return TemplateVariables("data.chat_template_kwargs", self.data.chat_template_kwargs)
 
     def __post_init__(self) -> None:
@@ -403,4 +403,4 @@ class PairSettings(CommonSettings):
         conflicts.of_training(self)
 
 
-TrainingSettings = RunSettings | PairSettings  # of any program
+TrainingSettings = RunSettings | PairSettings  # the settings of any program

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Longest row under SDPA, whose kernel indexes the T x T mask with 32 bits (pytorch issue 187227).
 SDPA_TOKENS = 1 << 16
-# The largest set that a token is chosen from; vLLM sends wider ones as bits of the vocabulary.
+# The largest set that a token is chosen from; vLLM sends larger ones as bits over the vocabulary.
 MOST_ALLOWED = 2048
 # vLLM's arguments that the run itself sets, and our setting for each: another value would break it.
 OWN_ENGINE_ARGS = {
@@ -85,7 +85,7 @@ def of_policy(policy: "PolicySettings") -> None:
 
 
 def of_kind(policy: "PolicySettings") -> None:
-    """Refuses what only the other kind of policy has. Raises ValueError."""
+    """Refuses settings that only the other kind of policy has. Raises ValueError."""
     tp, pp, cp, ep = policy.tp, policy.pp, policy.cp, policy.ep
     if policy.kind == "megatron":
         if policy.lora_rank:
@@ -127,7 +127,7 @@ def of_layout(policy: "PolicySettings") -> None:
 
 
 def of_schedule(policy: "PolicySettings") -> None:
-    """Refuses a schedule of the learning rate that contradicts itself. Raises ValueError."""
+    """Refuses a learning rate schedule that contradicts itself. Raises ValueError."""
     kind = policy.lr_schedule
     warm = policy.warmup_steps
     end = policy.lr_decay_steps
@@ -172,7 +172,7 @@ def of_engine(engine: "EngineSettings") -> None:
 
 
 def of_sampling(sampling: "Sampling") -> None:
-    """Refuses what vLLM would refuse at the first request or evaluation. Raises ValueError.
+    """Refuses values that vLLM would refuse at the first request or evaluation. Raises ValueError.
 
     If training truncates, vLLM returns the allowed tokens of every request, so all are bounded.
     """
@@ -206,7 +206,7 @@ def of_command(command: "Command | PairCommand") -> None:
 
 
 def of_data(data: "Data | PairData") -> None:
-    """Refuses to train on no file. Raises ValueError."""
+    """Refuses to train without a data file. Raises ValueError."""
     if not data.train:
         raise ValueError("data.train = '': expected a JSONL file")
 
@@ -240,7 +240,7 @@ def of_training(cfg: "TrainingSettings") -> None:
 
 
 def of_rollouts(cfg: "RunSettings") -> None:
-    """Refuses what engines cannot do, naming both settings. Raises ValueError."""
+    """Refuses settings that engines cannot satisfy, naming both. Raises ValueError."""
     if cfg.engine.tensor_parallel > 1 and cfg.gpu_share < 1:
         raise ValueError(
             f"gpu_share = {cfg.gpu_share}:"

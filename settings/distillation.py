@@ -12,31 +12,31 @@ from settings.network import PolicySettings
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class TeacherSettings(RunSettings):
-    """A training on rollouts, each of which is scored by the teacher of its row."""
+    """The settings of a training run on rollouts, each of which its row's teacher scores."""
 
     teachers: dict[str, str] = dataclasses.field(default_factory=dict)
     """Name -> folder of a Hugging Face causal LM, or ORG/NAME; a model may have several names."""
     routes: dict[str, str] = dataclasses.field(default_factory=dict)
-    """AGENT, or AGENT/DATASET, which takes precedence -> the teacher of its rows."""
+    """AGENT, or AGENT/DATASET, which takes precedence -> the teacher for its rows."""
     default_teacher: str = ""
-    """The teacher of all other rows; "": they are refused."""
+    """The teacher for all other rows; "": such rows are refused."""
     teacher_policy: PolicySettings = dataclasses.field(default_factory=PolicySettings)
     """Kind and layout of a teacher's network."""
     teacher_layouts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Teacher -> settings of its own layout: {"swe": {"ranks": 64, "cp": 4}}."""
     teacher_beside: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Teacher -> the one whose ranks, and layout, it shares; they score in turn."""
+    """Teacher -> the teacher whose ranks and layout it shares; they score in turn."""
     verify: bool = True
-    """Verify all answers, for the log; False: answers of one turn are not, and get reward 0."""
+    """Verify all answers, for the log; False: single-turn answers are not, and get reward 0."""
 
     def teacher_of(self, agent: str, dataset: str = "") -> str:
-        """Returns the teacher of an agent's rows; "" if they have none."""
+        """Returns the teacher for an agent's rows; "" if they have no teacher."""
         return self.routes.get(f"{agent}/{dataset}") or self.routes.get(agent, self.default_teacher)
 
     def host_of(self, teacher: str) -> str:
-        """Returns the teacher whose ranks hold this one: itself, or one that it is beside.
+        """Returns the teacher whose ranks hold this one: itself, or the one in `teacher_beside`.
 
-        Of teachers with the same model, that is the first.
+        Among teachers with the same model, the first one counts.
         """
         first = self.first_of(teacher)
         return self.first_of(self.teacher_beside.get(first, first))
@@ -48,7 +48,7 @@ class TeacherSettings(RunSettings):
 
     @property
     def hosts(self) -> list[str]:
-        """Teachers that have ranks of their own, at most one for each distinct checkpoint."""
+        """Teachers that have their own ranks, at most one for each distinct checkpoint."""
         return list(dict.fromkeys(map(self.host_of, self.teachers)))
 
     def models_beside(self, model: str) -> list[str]:
@@ -113,7 +113,7 @@ def check_name(cfg: TeacherSettings, field: str, name: str) -> None:
 
 
 def check_layouts(cfg: TeacherSettings) -> None:
-    """Refuses layouts that cannot work, and those of teachers without ranks. Raises ValueError."""
+    """Refuses layouts that cannot work, and layouts for teachers that have no ranks."""
     for name in cfg.teacher_layouts:
         host = cfg.host_of(name)
         if host != name:

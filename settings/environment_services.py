@@ -1,4 +1,4 @@
-"""Declares the settings of what environments need from outside this program."""
+"""Declares the settings for what environments need from outside this program."""
 
 import os
 import re
@@ -37,7 +37,7 @@ def weights(given: dict[str, float]) -> dict[str, float]:
 
 ADDRESS = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 KEYS = ("url", "model", "concurrency", "sampling", "prompts")
-OWN = {"messages", "model", "n", "stream"}  # parameters that a call sets by itself
+OWN = {"messages", "model", "n", "stream"}  # parameters that a call sets itself
 
 
 def check_judge(name: str, judge: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def check_judge(name: str, judge: dict[str, Any]) -> None:
 
 
 def is_address(url: object) -> bool:
-    """Returns whether calls can be made to a URL, which a configuration may have of any type."""
+    """Returns whether a URL can be called; a configuration may give it any type."""
     return isinstance(url, str) and ADDRESS.fullmatch(url) is not None
 
 
@@ -78,25 +78,25 @@ class Services:
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}  # an unknown name is an error
 
     reasoning_parser: str = ""
-    """vLLM's parser of thoughts: nemotron_v3, deepseek_r1, ...; empty: `<think>` tags."""
+    """vLLM's reasoning parser: nemotron_v3, deepseek_r1, ...; empty: `<think>` tags."""
     tool_parser: str = ""
-    """vLLM's parser of tool calls: qwen3_coder, hermes, ...; empty: calls are not read."""
+    """vLLM's tool call parser: qwen3_coder, hermes, ...; empty: calls are not read."""
     sandbox: Literal["bubblewrap", "http", "unsafe"] = "bubblewrap"
-    """Sandbox of untrusted code; "http" is the service of NeMo-Skills at sandbox_url."""
+    """Sandbox for untrusted code; "http" is the service of NeMo-Skills at sandbox_url."""
     sandbox_url: str = ""
     """Address of the sandbox service: http://127.0.0.1:6000."""
     lean: str = ""
-    """Compiler of Lean: the folder of launch/lean.sh, a command, or a sandbox service's URL."""
+    """Lean compiler: the folder of launch/lean.sh, a command, or a sandbox service's URL."""
     images: str = ""
-    """Folder of the images or root folders that patches are tested in."""
+    """Folder with the images or root folders that patches are tested in."""
     workplace: str = ""
-    """Folder of the five tables (CSV) that NeMo-Gym's workplace_assistant works on."""
+    """Folder with the five tables (CSV) that NeMo-Gym's workplace_assistant works on."""
     judges: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
     """Models that judge answers, by name: url, model, sampling and others (docs/judges.md)."""
     genrm: dict[str, float] = field(default_factory=dict, hash=False)
     """Weights of comparisons that differ from RLVR's, by name (envs/llm_judged/comparison.py)."""
     nemo_gym: tuple[str, ...] = ()
-    """Servers of NeMo-Gym or verifiers with the agents that envs/ lacks: http://HOST:PORT."""
+    """NeMo-Gym or verifiers servers with the agents that envs/ lacks: http://HOST:PORT."""
 
     def located(self) -> "Services":
         """Returns a copy with absolute paths, as processes have working folders of their own."""

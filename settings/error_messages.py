@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def hint(Config: type, path: str, value: Value = None) -> str:
     """Returns the setting that a dotted name probably means, as the end of an error message.
 
-    A dictionary may be a group of another program: the keys in it are looked up.
+    A dictionary may be another program's group: its keys are looked up.
     """
     known = flatten(Config())
     by_leaf: dict[str, list[str]] = {}
@@ -43,7 +43,7 @@ def hint(Config: type, path: str, value: Value = None) -> str:
 
 
 def of_another_program(path: str, value: Value, known: Collection[str]) -> str:
-    """Returns what a name of another program, or those in its dictionary, mean here; or ""."""
+    """Returns what another program's name, or the names in its dictionary, mean here; or ""."""
     lines = {}
     for key in names_of_other_trainers.within(path, value):
         here = names_of_other_trainers.meaning(key, known)
@@ -58,7 +58,7 @@ def of_another_program(path: str, value: Value, known: Collection[str]) -> str:
 
 
 def explain(Config: type, error: pydantic.ValidationError) -> str:
-    """Returns the first problem in a line: field, value and expectation, or a contradiction."""
+    """Returns the first problem in one line: field, value and expectation, or a contradiction."""
     first = error.errors()[0]
     name = group_of(Config(), error.title) + ".".join(map(str, first["loc"]))
     if first["type"] == "value_error":
@@ -96,7 +96,7 @@ def place(path: Path, name: str, leaf: str = "") -> str:
 
 
 def refuse(Config: type, path: Path, chosen: dict[str, Value]) -> InputError:
-    """Returns the error of a config file: where its first mistake is, and what is wrong."""
+    """Returns the error for a config file: the place of its first mistake, and what is wrong."""
     known = vars(Config())
     if "command" in chosen:
         return InputError(

@@ -54,7 +54,7 @@ def fetched(model: str, weights: bool) -> str:
 
 
 def missing_weights(folder: Path) -> list[str]:
-    """Returns the files of weights that a model's index lists and its folder lacks."""
+    """Returns the weight files that a model's index lists and its folder lacks."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

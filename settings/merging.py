@@ -18,14 +18,14 @@ Value = None | bool | int | float | str | list["Value"] | tuple["Value", ...] | 
 
 
 def is_group(value: "Value | DataclassInstance") -> "TypeGuard[DataclassInstance]":
-    """Returns whether a value of a setting is a group of settings."""
+    """Returns whether a setting's value is a group of settings."""
     return dataclasses.is_dataclass(value)
 
 
 def merge(old: Any, new: Any) -> Any:
     """Returns `new`, or if both are dictionaries `old` with the entries of `new`, at any depth.
 
-    An empty dictionary takes the place of the old one.
+    An empty dictionary replaces the old one.
     """
     if not (isinstance(old, dict) and isinstance(new, dict) and new):
         return new
@@ -48,7 +48,7 @@ def assigned(path: Path) -> dict[str, Value]:
     try:
         exec(compile(path.read_text(), str(path), "exec"), names)
     except (Exception, SystemExit) as error:
-        text = located(error, str(path)).removeprefix("None:None: ")  # the place of a NUL
+        text = located(error, str(path)).removeprefix("None:None: ")  # the place of a NUL byte
         raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from error
     refuse_twice(path)
     helpers = (types.ModuleType, types.FunctionType, type)

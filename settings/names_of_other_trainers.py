@@ -1,4 +1,4 @@
-"""Looks up what settings of other programs are called here, in the tables of two pages."""
+"""Looks up what other programs' settings are called here, in the tables of two pages."""
 
 import difflib
 import functools
@@ -15,7 +15,7 @@ PAGES = ("from_nemo_rl.md", "from_trl.md")
 # --key, --key=value, and Hydra's key=value, +key=value, ++key=value and ~key.
 FLAG = re.compile(r"(?:--|(?=.*=)\+{0,2}|~)([a-z_][\w.-]*)(=.*)?", re.DOTALL)
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
-NO_SETTING = "no setting takes its place"  # note of a group whose keys have their own lines
+NO_SETTING = "no setting takes its place"  # note for a group whose keys have their own lines
 WORDS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 
 
@@ -26,7 +26,7 @@ def key_of(flag: str) -> str:
 
 
 class Name(NamedTuple):
-    """A line about a key, in a table of a page."""
+    """A table line about a key."""
 
     key: str
     program: str
@@ -100,9 +100,9 @@ def within(key: str, value: Value) -> Iterator[str]:
 
 
 def refuse(flags: list[str], ours: Mapping[str, Value]) -> None:
-    """Raises InputError for a key of another program, naming the setting that is meant here.
+    """Raises InputError for another program's key, naming the setting that is meant here.
 
-    Also for a setting of ours in the form of another program, `steps=5` or `--wandb true`, and for
+    Also for one of our settings in another program's syntax, `steps=5` or `--wandb true`, and for
     the last part of its name, such as `--max_grad_norm`.
     """
     for at, flag in enumerate(flags):
@@ -119,7 +119,7 @@ def refuse(flags: list[str], ours: Mapping[str, Value]) -> None:
 
 
 def refuse_key(flag: str, key: str, ours: Mapping[str, Value]) -> None:
-    """Raises InputError for a key that is not a setting of ours, if its meaning is known."""
+    """Raises InputError for a key that is not one of our settings, if its meaning is known."""
     full_names = [f"--{name}" for name in ours if name.endswith(f".{key}")]
     if full_names:
         raise InputError(f"{flag}: expected {' or '.join(full_names)}")
@@ -132,14 +132,14 @@ def refuse_key(flag: str, key: str, ours: Mapping[str, Value]) -> None:
 
 
 def takes_value(flag: str, ours: Mapping[str, Value]) -> bool:
-    """Returns whether the word after this one is its value."""
+    """Returns whether the word after a flag is its value."""
     key = key_of(flag)
     default = ours.get(key, ours.get(f"command.{key}"))
     return "=" not in flag and default is not None and not isinstance(default, bool)
 
 
 def refuse_spelling(flag: str, key: str, value: str, ours: Mapping[str, Value]) -> None:
-    """Raises InputError for a setting of ours that is written as in another program."""
+    """Raises InputError if one of our settings is written in another program's syntax."""
     default = ours.get(key, ours.get(f"command.{key}"))
     if isinstance(default, bool) and value.lower() in WORDS:
         group, dot, leaf = key.rpartition(".")

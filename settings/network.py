@@ -14,7 +14,7 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 @checked_dataclass(frozen=True, config=STRICT)
 class MegatronSettings:
-    """Megatron-Core's own arguments by name, merged last into those of the run."""
+    """Megatron-Core's own arguments by name, merged last into the run's own."""
 
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments of TransformerConfig: {"moe_permute_fusion": True}."""
@@ -45,7 +45,7 @@ class PolicySettings:
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after the warm-up; wsd: constant, then linear over wsd_decay_steps."""
     lr_decay_steps: NonNegativeInt = 0
-    """Update, counted with the warm-up, from which the rate is min_lr; for all but constant."""
+    """Update, counted from the warm-up's start, from which the rate is min_lr; unless constant."""
     wsd_decay_steps: NonNegativeInt = 0
     """Updates at the end of lr_decay_steps over which a wsd schedule falls."""
     min_lr: NonNegativeFloat = 0.0
@@ -53,13 +53,13 @@ class PolicySettings:
     betas: tuple[Rate, Rate] = (0.9, 0.999)
     """AdamW's decay rates of the gradient's mean and square."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay of all weights but norms and biases."""
+    """AdamW's decoupled weight decay for all weights except norms and biases."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     row_tokens: PositiveInt = 65536
-    """Capacity of a packed row. A longer sample gets a row of its own; a longer pair is refused."""
+    """Capacity of a packed row. A longer sample gets its own row; a longer pair is refused."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute activations in backward; auto: if memory is short, under Megatron always."""
+    """Recompute activations in backward; auto: if memory is short, and always under Megatron."""
     attention: str = "auto"
     """attn_implementation of transformers, for fsdp; auto: torch's varlen on a GPU, else sdpa."""
     lora_rank: NonNegativeInt = 0
@@ -69,7 +69,7 @@ class PolicySettings:
     lora_targets: tuple[str, ...] = ()
     """Linear layers that get an adapter, such as q_proj; empty: all but the head."""
     tp: PositiveInt = 1
-    """Trainer ranks that share every matrix, and the sequence between them; Megatron only."""
+    """Trainer ranks that share every matrix, and the sequence between matrices; Megatron only."""
     pp: PositiveInt = 1
     """Pipeline stages of layers; Megatron only."""
     cp: PositiveInt = 1
@@ -79,7 +79,7 @@ class PolicySettings:
     replay_routing: bool = False
     """Train with the experts that the engine chose for each token (R3); Megatron only."""
     megatron: MegatronSettings = dataclasses.field(default_factory=MegatronSettings)
-    """Further arguments of Megatron-Core."""
+    """Further Megatron-Core arguments."""
 
     @property
     def recomputes(self) -> bool:
@@ -88,7 +88,7 @@ class PolicySettings:
 
     @property
     def replicas(self) -> int:
-        """Number of copies of the policy; the ranks of each copy train rows of their own."""
+        """Number of copies of the policy; each copy's ranks train their own rows."""
         return self.ranks // (self.tp * self.pp * self.cp)
 
     def replica_of(self, rank: int) -> int:

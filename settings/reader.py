@@ -87,7 +87,7 @@ def check_names(Config: type[C], flags: list[str]) -> None:
 def end_in_one_line(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Prints an error as sys.excepthook does, but Ctrl-C, no error of the program, as one line."""
+    """Prints an error as sys.excepthook does; Ctrl-C, which is no program error, takes one line."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)
     else:
@@ -95,7 +95,7 @@ def end_in_one_line(
 
 
 def overridden(base: C, flags: list[str]) -> C:
-    """Returns `base` with the flags of the command line. Raises InputError for a wrong value.
+    """Returns `base` with the command-line flags. Raises InputError for a wrong value.
 
     tyro exits with a message of its own for --help and for flags that it does not know.
     """
@@ -125,7 +125,7 @@ def overridden(base: C, flags: list[str]) -> C:
 
 
 def with_command(cfg: C, **changes: Any) -> C:
-    """Returns `cfg` with other values in its command."""
+    """Returns `cfg` with changed values in its command."""
     replacement: dict[str, Any] = {"command": dataclasses.replace(cfg.command, **changes)}
     return dataclasses.replace(cfg, **replacement)
 
@@ -146,7 +146,7 @@ def with_entries(base: C, cfg: C) -> C:
 def with_paths(cfg: C) -> C:
     """Returns `cfg` with absolute paths, because actors have working directories of their own.
 
-    A model of the Hugging Face hub is fetched. Raises InputError if it cannot be had, and for text
+    A model on the Hugging Face hub is fetched. Raises InputError if that fails, and for text
     that no path can hold.
     """
     for name, value in flatten(cfg).items():
@@ -166,7 +166,7 @@ def with_paths(cfg: C) -> C:
     located: dict[str, Any] = {}
     weights = not command.dry_run
     services = getattr(cfg, "services", None)
-    if services:  # of a run with rollouts
+    if services:  # only runs with rollouts have services
         located["services"] = services.located()
     teachers = getattr(cfg, "teachers", None)
     if teachers:
