@@ -74,8 +74,8 @@ class Policy(Protocol):
 
         `logp_T` [T] are float32 logprobs of the row's own tokens at the sampling temperature, with
         gradient; 0 outside its mask. Every rank passes the same number of rows. `loss_fn` is called
-        once for each row, in order. A row whose mask is all False adds nothing: it keeps a rank
-        with fewer rows in step. `more`: other rows follow before the optimizer step.
+        once per row, in order. A row whose mask is all False adds nothing: it keeps a rank
+        with fewer rows in step. `more`: more rows follow before the optimizer step.
         """
 
     def logprobs(self, rows: Sequence[AnyRow]) -> list["Tensor"]:

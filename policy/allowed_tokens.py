@@ -29,14 +29,14 @@ class Allowed(NamedTuple):
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]]) -> "Allowed":
-        """Builds the sets from one list of ids for each token."""
+        """Builds the sets from one list of ids per token."""
         count_T = np.array([len(ids) for ids in sets], np.int32)
         ids = itertools.chain.from_iterable(sets)
         return cls(count_T, np.fromiter(ids, np.int32, int(count_T.sum())))
 
     @classmethod
     def joined(cls, parts: "Sequence[Allowed]") -> "Allowed":
-        """Joins the sets of parts of an answer, one or more."""
+        """Joins the sets of one or more parts of an answer."""
         count_T = np.concatenate([part.count_T for part in parts])
         return cls(count_T, np.concatenate([part.ids_M for part in parts]))
 
@@ -77,7 +77,7 @@ class Choices(NamedTuple):
         """Sets the logits of a chunk to -inf, in place, except for the ids in its tokens' sets.
 
         `rows` are the chunk's tokens. Column 0 is row `first` of the vocabulary; other ranks may
-        hold the other rows. Copies one logit for each id of the sets.
+        hold the other rows. Copies one logit per id in the sets.
         """
         count_C = self.count_N[rows]
         row_M = torch.arange(len(count_C), device=count_C.device).repeat_interleave(count_C)

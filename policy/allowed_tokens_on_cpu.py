@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class AnyRunner(VllmConfig):
-    """A configuration that does not demand the second runner; each process of vLLM checks it."""
+    """A configuration that does not demand the second runner; each vLLM process checks it."""
 
     def _verify_sampling_replay_config(self) -> None:
         """Accepts the configuration."""
@@ -58,7 +58,7 @@ def capture(runner: "GPUModelRunner") -> None:
     """Makes a runner return the set that each token was chosen from.
 
     Its sampler computes logprobs after truncation, -inf outside the sets, and gathers the requested
-    ones from them: one row for each request, or with drafts one for each token that may be
+    ones from them: one row per request, or with drafts one per token that may be
     accepted. A second call changes nothing.
     """
     if "sample_tokens" in vars(runner):
@@ -85,7 +85,7 @@ def capture(runner: "GPUModelRunner") -> None:
 
 
 def of_step(kept_RV: Tensor, sampled: list[int]) -> SamplingMaskLists:
-    """Returns the sets of a step from `sampled`, the number of tokens that each request sampled.
+    """Returns the sets for a step from `sampled`, the number of tokens that each request sampled.
 
     Every request is padded to the same number of rows of R; its own tokens come first.
     """

@@ -18,13 +18,13 @@ from transformers import AttentionInterface
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# torch's names of the kernels that may replace its FlashAttention-2, by a GPU's compute capability:
+# torch's names for the kernels that may replace its FlashAttention-2, by GPU compute capability:
 # Hopper, Blackwell. FA3 is in flash_attn_interface, FA4 in flash_attn.cute: both are optional.
 NEWER = {9: "FA3", 10: "FA4"}
 
 
 def implementation(attention: str) -> str:
-    """Returns transformers' name of policy.attention; "auto" is varlen on a GPU, else sdpa."""
+    """Returns transformers' name for policy.attention; "auto" is varlen on a GPU, else sdpa."""
     automatic = "varlen" if torch.cuda.is_available() else "sdpa"
     return automatic if attention == "auto" else attention
 
@@ -38,7 +38,7 @@ def prepared(attention: str, config: "PretrainedConfig") -> str:
 
 
 class Heads(NamedTuple):
-    """The heads of a model's attention."""
+    """A model's attention heads."""
 
     queries: int
     keys: int
@@ -58,7 +58,7 @@ class Heads(NamedTuple):
 def activate(heads: Heads, device: torch.device) -> str:
     """Gives torch the newest kernel that this GPU and its packages have; prints and returns it.
 
-    FlashAttention-2 stays if that package is missing or computes other numbers for such heads.
+    FlashAttention-2 stays if that package is missing or computes different numbers for such heads.
     """
     name = NEWER.get(torch.cuda.get_device_capability(device)[0], "")
     why = ""
@@ -104,10 +104,10 @@ def alike(found: Tensor, expected: Tensor) -> bool:
 
 @lru_cache(maxsize=1)  # the layers of a row share its positions: the GPU is asked once
 def limits(positions_1T: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Returns where sequences begin and end, and the longest: for queries, and again for keys.
+    """Returns the boundaries and the longest length of sequences: for queries, and again for keys.
 
-    In the order of varlen_attn's arguments: ends of queries and keys, int32 [N + 1], then the
-    longest of each. A sequence begins at position 0.
+    In the order of varlen_attn's arguments: boundaries for queries and keys, int32 [N + 1], then
+    the longest length for each. A sequence begins at position 0.
     """
     starts_N = (positions_1T[0] == 0).nonzero().squeeze(1)
     ends_N = F.pad(starts_N, (0, 1), value=positions_1T.shape[1]).int()

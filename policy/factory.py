@@ -19,8 +19,8 @@ def open_policy(
 ) -> Policy:
     """Opens the network in the folder `model`, frozen if it is the reference of another policy.
 
-    `reference_of` is the policy whose weights before training the reference has. If that policy has
-    adapters, the reference shares its memory and offers `logprobs` alone. Needs torch's default
+    `reference_of` is the policy whose initial weights the reference has. If that policy has
+    adapters, the reference shares its memory and offers only `logprobs`. Needs torch's default
     process group, which all trainer ranks have joined. `collective_seconds` is the deadline of a
     collective call.
     """
@@ -43,7 +43,7 @@ def network(
     trainable: bool = False,
 ) -> Policy:
     """Opens the network of any folder, by default frozen, such as a teacher."""
-    # Rows differ in length: reserved segments that can grow keep fragments from adding up. torch
+    # Rows differ in length: expandable segments keep fragments from adding up. torch
     # reads the variable at its first allocation on a GPU.
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

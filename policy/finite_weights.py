@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 def refuse_infinite(name: str, tensor: Tensor, folder: str) -> None:
     """Raises ValueError if a tensor, or this rank's shard of it, has numbers that are not finite.
 
-    Types of one byte are not checked: torch has no such test for them on a CPU.
+    One-byte types are not checked: torch has no such test for them on a CPU.
     """
     if tensor.dtype.itemsize == 1:
         return

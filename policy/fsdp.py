@@ -8,7 +8,7 @@ the LM head, in chunks: no N x V tensor ever exists. Gradients are summed over r
 the loss divides once, by the token count of the whole batch.
 
 The model is built without memory, sharded, and then filled: each rank reads its own rows of every
-tensor of the checkpoint.
+checkpoint tensor.
 """
 
 import copy
@@ -46,7 +46,7 @@ class Outgoing(NamedTuple):
 
     name: str  # in the checkpoint
     tensor: Tensor
-    dtype: torch.dtype  # in which it is sent or exported
+    dtype: torch.dtype  # the type in which it is sent or exported
 
 
 def shard(tensor: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class FSDPPolicy:
         self.folder, self.settings = model, settings
         self.updates = 0
         self.dp_group: dist.ProcessGroup | None = None
-        self.reports = True  # every rank trains rows of its own
+        self.reports = True  # every rank trains its own rows
         self.device = torch.device("cuda" if gpu else "cpu")
         config = AutoConfig.from_pretrained(model)
         attends = attention.prepared(settings.attention, config)
@@ -123,7 +123,7 @@ class FSDPPolicy:
         self.model: Any = PackedModel(self.lm, temperature, self.entropy)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        # The root comes last. Also with one rank, which then holds one layer at a time in bf16.
+        # The root comes last. A single rank needs it too, to hold one layer at a time in bf16.
         for module in (*layers[::-1], self.model):
             fully_shard(module, mesh=mesh, mp_policy=mixed if gpu else MixedPrecisionPolicy())
             module.set_gradient_divide_factor(1.0)
@@ -182,7 +182,7 @@ class FSDPPolicy:
         return logps
 
     def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
-        """Scales the summed gradients, clips their global norm, updates by AdamW and zeroes them.
+        """Scales the summed gradients, clips their global norm, updates with AdamW and zeroes them.
 
         Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping. Raises
         FloatingPointError on every rank if the norm is not finite; no weight changes in that case.

@@ -1,4 +1,4 @@
-"""Computes the bytes of a model on one GPU, and the peak of a rank of `policy/fsdp.py`.
+"""Computes a model's bytes on one GPU, and the peak memory of a `policy/fsdp.py` rank.
 
 Axes:  T tokens of the longest row   H hidden size   Q, K width of all query, all key heads
        V vocabulary   C tokens whose logits exist at once
@@ -48,7 +48,7 @@ def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
 
 
 def longest_row(cfg: "TrainingSettings") -> int:
-    """Returns T: a sample above row_tokens has a row of its own."""
+    """Returns T: a sample longer than row_tokens has its own row."""
     return max(cfg.row_limits.values())
 
 
@@ -86,8 +86,8 @@ def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
 def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
     """Returns the bytes that all layers keep until backward: 2 T H each with checkpointing.
 
-    These are the layers' bf16 inputs. Without it, LoRA saves T (4 H + 2 Q + 2 K): frozen norms do
-    not keep what they multiply.
+    These are the layers' bf16 inputs. Without checkpointing, LoRA saves T (4 H + 2 Q + 2 K): frozen
+    norms do not keep what they multiply.
     """
     T = longest_row(cfg)
     frozen = 4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim
@@ -97,10 +97,10 @@ def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
 
 
 def head_bytes(C: int, V: float, H: int, b: int = 2) -> float:
-    """Returns the peak bytes of TokenLogprobs, in addition to inputs and outputs of the row.
+    """Returns the peak bytes of TokenLogprobs, in addition to the row's inputs and outputs.
 
     Forward: logits and their log-softmax, 8 C V. Backward: a chunk in float32, the one before in
-    bf16, and the head's float32 gradient, 6 C V + 4 V H; at last its bf16 copy, 2 C V + 6 V H. With
+    bf16, and the head's float32 gradient, 6 C V + 4 V H; finally its bf16 copy, 2 C V + 6 V H. With
     H = 0 the head is not trained. With b = 4 everything is float32, without a copy.
     """
     copy = b * V * H if b < 4 else 0
@@ -128,7 +128,7 @@ def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     hidden = 12 * T * model.hidden
     recomputed = layer_bytes(model, cfg) if cfg.policy.recomputes else 0
     head = head_bytes(logprobs.CHUNK, model.vocab, t * model.hidden)
-    merged = 8 * model.biggest // cfg.policy.ranks if lora else 0  # and what is added
+    merged = 8 * model.biggest // cfg.policy.ranks if lora else 0  # sum and addend
     working = recomputed + T * model.ffn // 2 + gathered * layer
     bucket = min(max(BUCKET_BYTES, 2 * model.biggest), 2 * model.params)
     return {
@@ -197,7 +197,7 @@ def settled(cfg: "TrainingSettings") -> "PolicySettings":
 
 
 def reload_bytes(model: Model, cfg: "RunSettings") -> float:
-    """Returns bytes of an engine's GPU for a weight update, in addition to gpu_memory_utilization.
+    """Returns the bytes of an engine's GPU that an update takes beyond gpu_memory_utilization.
 
     vLLM keeps a layer's tensors uncut, for all ranks of tp, until all have arrived; then it makes
     this rank's part anew (model_loader/reload/layerwise.py). Tensors arrive in buckets, which lie
@@ -209,10 +209,10 @@ def reload_bytes(model: Model, cfg: "RunSettings") -> float:
 
 
 def kv_bytes(model: Model, tp: int) -> int:
-    """Returns the bytes of one token's KV on one GPU of an engine.
+    """Returns the bytes of one token's KV on one of an engine's GPUs.
 
-    Layers x (key, value) x heads x width, bf16. A GPU has at least one KV head, and a compressed KV
-    (MLA) whole.
+    Layers x (key, value) x heads x width, bf16. A GPU has at least one KV head, or a whole
+    compressed KV (MLA).
     """
     width = model.latent or 2 * max(1, model.kv_heads // tp) * model.head_dim
     return 2 * model.kv_layers * width
@@ -221,14 +221,14 @@ def kv_bytes(model: Model, tp: int) -> int:
 def kv_budget(model: Model, cfg: "RunSettings", gpu: float) -> float:
     """Returns the bytes for KV on an engine's GPU of `gpu` bytes.
 
-    This is gpu_memory_utilization of it, less its share of the bf16 weights and the reserve.
+    This is the fraction gpu_memory_utilization, less its share of the bf16 weights and the reserve.
     """
     weights = 2 * model.params / cfg.engine.tensor_parallel
     return cfg.engine.arguments["gpu_memory_utilization"] * gpu - weights - RESERVE
 
 
 def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> int:
-    """Returns how many tokens of sequences of `length` an engine holds, with their states.
+    """Returns how many tokens an engine holds in sequences of `length`, with their states.
 
     While vLLM fills a new block of KV, it has a sequence's states twice, which is not counted.
     """
@@ -238,5 +238,5 @@ def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> in
 
 
 def host_bytes(model: Model, here: int, ranks: int) -> float:
-    """Returns bytes of CPU memory on a node where `here` of `ranks` ranks read float32 shares."""
+    """Returns the CPU memory bytes of a node where `here` of `ranks` ranks read float32 shares."""
     return 4 * model.params * here / ranks

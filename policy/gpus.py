@@ -8,7 +8,7 @@ GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """A GPU: the memory that torch reports, and the speeds per second of its data sheet."""
+    """A GPU: the memory that torch reports, and its data sheet's speeds per second."""
 
     name: str
     memory: float  # bytes

@@ -63,7 +63,7 @@ class Entropy:
 class Head(NamedTuple):
     """A rank's part of the head: by default the whole vocabulary, and no entropy."""
 
-    group: ProcessGroup | None = None  # its ranks have a slice of the vocabulary each
+    group: ProcessGroup | None = None  # each of its ranks has a slice of the vocabulary
     first: int = 0  # this rank's first row of the vocabulary
     vocab: int | None = None  # rows from here on are padding
     entropy: Entropy | None = None  # counts the trained tokens
@@ -107,7 +107,7 @@ def inside(target_C: Tensor, logits_CV: Tensor) -> Target:
 
 
 def over_slices(logits_CV: Tensor, target_C: Tensor, group: ProcessGroup) -> SliceLogprobs:
-    """Computes logprobs over the slices of the vocabulary that a group's ranks have; collective.
+    """Computes logprobs over the vocabulary slices of a group's ranks; collective.
 
     The ranks exchange two numbers per token: the logsumexp of their slice, and the target's logit
     if the slice has it, else 0.
@@ -123,14 +123,14 @@ def over_slices(logits_CV: Tensor, target_C: Tensor, group: ProcessGroup) -> Sli
 
 
 class Saved(FunctionCtx):
-    """What `TokenLogprobs.forward` leaves to its backward."""
+    """The values that `TokenLogprobs.forward` saves for its backward."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     temperature: float
     chunk: int
     head: Head
-    ranks: int  # that share the head
+    ranks: int  # number of ranks that share the head
 
 
 class TokenLogprobs(torch.autograd.Function):

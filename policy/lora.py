@@ -1,4 +1,4 @@
-"""Adds low-rank adapters (LoRA) to linear layers, with the library peft.
+"""Adds low-rank adapters (LoRA) to linear layers, with the peft library.
 
     y = W x + (alpha / rank) B A x         A [rank, in], B [out, rank]: only these are trained
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from policy.fsdp import FSDPPolicy
     from settings.network import PolicySettings
 
-NAME = "default"  # peft's name of the adapter
+NAME = "default"  # peft's name for the adapter
 
 
 def targets(lm: "PreTrainedModel", chosen: Sequence[str]) -> list[str]:
@@ -75,7 +75,7 @@ class Adapters:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """New names of the checkpoint's tensors, as `key_mapping` of from_pretrained."""
+        """New names for the checkpoint's tensors, as from_pretrained's `key_mapping`."""
         leaves = "|".join(sorted({re.escape(name.split(".")[-2]) for name in self.layers}))
         kinds = ("weight", "bias") if leaves else ()
         return {rf"\b({leaves})\.{kind}$": rf"\1.base_layer.{kind}" for kind in kinds}
@@ -133,7 +133,7 @@ class Adapters:
 
 
 class Base:
-    """The model below a policy's adapters, as a reference in the policy's own memory."""
+    """The base model under a policy's adapters: a reference that shares the policy's memory."""
 
     def __init__(self, policy: "FSDPPolicy"):
         self.policy = policy

@@ -12,14 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from core.errors import InputError
 from policy.lora import targets
 
-# Layer types of transformers that keep no KV; for an unknown type, KV is counted.
+# transformers' layer types that keep no KV; for an unknown type, KV is counted.
 WITHOUT_KV = {"linear_attention", "mamba", "conv", "moe", "mlp", "sparse", "dense"}
 
 
 def build(folder: str) -> PreTrainedModel:
     """Builds the model of a folder's config.json on the meta device, without storage.
 
-    Raises InputError if transformers cannot make a language model of it.
+    Raises InputError if transformers cannot make a language model from it.
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -33,18 +33,18 @@ def build(folder: str) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a causal LM. Counts are of parameters, tied ones once."""
+    """Sizes of a causal LM. Counts are numbers of parameters, with tied ones counted once."""
 
     name: str
     params: int
-    routed: int  # in routed experts
-    expert_share: float  # of the routed experts, used by one token
-    embedding: int  # only looked up; 0 if the head is tied to the embedding
-    root: int  # outside of decoder layers
-    layer: int  # in the largest decoder layer
-    experts: int  # routed, in the layer that has most
-    biggest: int  # in the largest tensor
-    tensors: int  # number of tensors in a weight update, with each expert's counted by itself
+    routed: int  # parameters in routed experts
+    expert_share: float  # share of the routed experts that one token uses
+    embedding: int  # parameters that are only looked up; 0 if the head is tied to the embedding
+    root: int  # parameters outside the decoder layers
+    layer: int  # parameters in the largest decoder layer
+    experts: int  # routed parameters in the layer that has most
+    biggest: int  # parameters in the largest tensor
+    tensors: int  # tensors in a weight update, with each expert's counted separately
     linear: dict[str, int]  # parameters of adapters of rank 1, by the last part of layers' names
     layers: int
     kv_layers: int
@@ -54,7 +54,7 @@ class Model:
     head_dim: int
     latent: int  # width of a compressed KV (MLA), which all heads share; 0: not compressed
     state: int  # bytes of Mamba state that an engine keeps for a sequence of any length
-    ffn: int  # bytes that a feed-forward saves for the backward of each token, in bf16
+    ffn: int  # bytes per token that a feed-forward saves for its backward, in bf16
     vocab: int
 
     @property
@@ -63,9 +63,9 @@ class Model:
         return self.params - self.routed * (1 - self.expert_share)
 
     def flops(self, tokens: float, keys: float, passes: int, frozen: bool) -> float:
-        """Returns FLOPs of passes over tokens that attend to `keys` keys in total.
+        """Returns the FLOPs of passes over tokens that attend to `keys` keys in total.
 
-        A pass takes 2 N for each token and 4 Q for each key in each layer. N: active parameters
+        A pass takes 2 N per token and 4 Q per key and layer. N: active parameters
         without the lookup, Q: width of all query heads. Forward is one pass, backward two, of which
         frozen weights need one. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
         """
@@ -149,7 +149,7 @@ def sent(name: str, parameter: Tensor) -> int:
 
 
 def field(config: PretrainedConfig, *names: str, default: int = 0) -> int:
-    """Returns the first of a config.json's fields of these names that is set and not 0."""
+    """Returns the first of these config.json fields that is set and not 0."""
     for name in names:
         if value := getattr(config, name, None):
             return value
@@ -157,7 +157,7 @@ def field(config: PretrainedConfig, *names: str, default: int = 0) -> int:
 
 
 def mamba_bytes(config: PretrainedConfig) -> int:
-    """Returns bytes that a Mamba-2 layer keeps for a sequence.
+    """Returns the bytes that a Mamba-2 layer keeps per sequence.
 
     These are its state, float32 [heads, width, state], and the bf16 inputs of its convolution: x, B
     and C.
@@ -169,7 +169,7 @@ def mamba_bytes(config: PretrainedConfig) -> int:
 
 
 def feed_forward_bytes(hidden: int, config: PretrainedConfig) -> int:
-    """Returns bytes per token that `down(silu(gate) * up)` saves for its backward.
+    """Returns the bytes per token that `down(silu(gate) * up)` saves for its backward.
 
     These are four bf16 tensors of the inner width. Each of a token's experts also copies its input
     and its output.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def learning_rate(update: int, settings: "PolicySettings") -> float:
-    """Returns the learning rate of an update, counted from 0.
+    """Returns the learning rate for an update, counted from 0.
 
     Linear from `warmup_lr` to `lr`, then the schedule, which ends at `min_lr`. The formulas match
     Megatron-Core's OptimizerParamScheduler.

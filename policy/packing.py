@@ -19,19 +19,19 @@ class Update(NamedTuple):
     planned_tokens: int  # trained tokens, over all ranks
     planned_sequences: int
     rows: list[list[Place]]
-    more: bool = False  # other parts of the update follow before its optimizer step
+    more: bool = False  # more parts of the update follow before its optimizer step
 
 
 class Share(NamedTuple):
     """The part of a step that one replica of the policy trains."""
 
-    groups: list[int]  # the numbers in the batch of the groups that the rows need
-    updates: list[Update]  # their rows name a group by its place in `groups`
+    groups: list[int]  # batch indices of the groups that the rows need
+    updates: list[Update]  # their rows refer to a group by its index in `groups`
 
     def places(self, first: int) -> list[Place]:
-        """Returns the places of its samples in the batch, in the order of the rows.
+        """Returns its samples' places in the batch, in row order.
 
-        `first` is the number in the batch of the first group that was planned.
+        `first` is the batch index of the first group that was planned.
         """
         places = []
         for update in self.updates:
@@ -45,11 +45,11 @@ def plan_shares(
 ) -> list[Share]:
     """Spreads the samples of each update over the replicas of the policy.
 
-    `planned` has, for each update of a step, the update without rows and the lengths of its
-    samples. If expert routes are replayed, which are large, a replica gets whole groups as far as
-    that leaves all replicas the same work.
+    `planned` has, for each update of a step, the update without rows and its samples' lengths. If
+    expert routes, which are large, are replayed, a replica gets whole groups as far as all replicas
+    still get the same work.
     """
-    from policy.model_shape import even_length  # and transformers, which takes seconds
+    from policy.model_shape import even_length  # also imports transformers, which takes seconds
 
     layout = cfg.policy
     even = even_length(cfg.model, bool(layout.lora_rank))
@@ -78,7 +78,7 @@ def place_rows(
 
 
 def with_needed_groups(updates: list[Update]) -> Share:
-    """Returns the share with these updates: its rows number only the groups that they need."""
+    """Returns the share with these updates, whose rows refer only to the groups that they need."""
     groups = sorted({g for update in updates for row in update.rows for g, _ in row})
     number = {g: k for k, g in enumerate(groups)}
     renumbered = []
@@ -94,9 +94,9 @@ def plan_rows(
     """Distributes samples over packed rows; returns equally many rows of indices for each rank.
 
     Longest first, each into the row with the least work that still has room; if no row has room,
-    every rank gets one row more. n tokens are work n (n + even): at `even` attention costs as much
-    as the weights. A sample longer than `capacity` gets a row of its own. Equal lengths give equal
-    plans. O(n log n).
+    every rank gets one more row. A sample of n tokens is n (n + even) work: at n = even, attention
+    costs as much as the weights. A sample longer than `capacity` gets its own row. Equal lengths
+    give equal plans. O(n log n).
     """
     length_N = np.array(lengths, dtype=np.int64)
     order_N = np.argsort(-length_N, kind="stable")
@@ -133,18 +133,18 @@ def plan_rows(
     return [[rows[r] for r in heaviest_first[rank::ranks]] for rank in range(ranks)]
 
 
-EXCESS = 0.01  # by which the most work of a replica may exceed the mean
+EXCESS = 0.01  # fraction by which the most work of a replica may exceed the mean
 
 
 def spread(lengths: "dict[Place, int]", replicas: int, even: int) -> "list[list[Place]]":
     """Distributes samples over replicas; the same lengths give the same result.
 
-    n tokens are work n (n + even), as in plan_rows.
+    A sample of n tokens is n (n + even) work, as in plan_rows.
 
     Whole groups go to the replica with the least work, heaviest first. Then the replica with the
     most work gives single samples to the replica with the least. Each is the sample whose work is
-    nearest to half their difference. That ends once EXCESS holds, or once no sample would bring the
-    two nearer.
+    nearest to half their difference. This ends once EXCESS holds, or once no sample would bring the
+    two closer.
     """
     work = {at: n * (n + even) for at, n in lengths.items()}
     groups: dict[int, list[Place]] = defaultdict(list)

@@ -20,7 +20,7 @@ Given = TypeVar("Given")
 def transformer_config(
     settings: "PolicySettings", fields: dict[str, Field], dtype: torch.dtype
 ) -> TransformerConfig:
-    """Returns a network's configuration: `fields` of its architecture, its layout, no dropout."""
+    """Returns a network's configuration: its architecture's `fields`, its layout, no dropout."""
     ours = {
         "tensor_model_parallel_size": settings.tp,
         "sequence_parallel": settings.tp > 1,

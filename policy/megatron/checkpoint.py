@@ -3,7 +3,7 @@
 AdamW's state stays cut over replicas and context parallel ranks, so nothing is gathered. Any number
 of these ranks can continue from it, but tp, pp and ep must stay the same. Weights, which replicas
 have in common, are dealt out among them. Megatron's own asynchronous save forks the trainer, and
-ends with messages in the group that training uses at the same time; this one has its own group.
+ends with messages in the group that training uses at the same time; this save has its own group.
 """
 
 from collections import defaultdict
@@ -49,7 +49,7 @@ FORMAT = TorchDistSaveShardedStrategy("torch_dist", 1)
 
 
 class Shares:
-    """One rank's share of a model and of its optimizer's state: copied, written and read.
+    """One rank's share of a model and its optimizer state: copied, written and read.
 
     `layout` has the settings that must be the same when a checkpoint is loaded; `group` is the
     process group that writing uses.
@@ -106,9 +106,9 @@ class Shares:
 
     @torch.no_grad()
     def load(self, dir: str) -> int:
-        """Loads a checkpoint of `save`, for any number of replicas; returns its `updates`.
+        """Loads a checkpoint that `save` wrote, on any number of replicas; returns its `updates`.
 
-        Raises InputError if it was saved with another `layout`.
+        Raises InputError if it was saved with a different `layout`.
         """
         saved = dist_checkpointing.load_common_state_dict(dir)["layout"]
         for name, now in self.layout.items():

@@ -1,4 +1,4 @@
-"""Gathers whole tensors of a checkpoint on rank 0, from the shards of a model on all ranks.
+"""Gathers a checkpoint's whole tensors on rank 0, from a model's shards on all ranks.
 
     ranks that share a tensor  --gather-->  its owner, the first of them  --send-->  rank 0
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from policy.megatron.hf_weights import Entry, Place, Weights
 
-MESSAGE_BYTES = 256 << 20  # that a rank sends to rank 0 at once
+MESSAGE_BYTES = 256 << 20  # the most that a rank sends to rank 0 at once
 
 
 @torch.no_grad()

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
-# Megatron's name | how it lies | names in the checkpoint, {} being a layer's prefix.
+# Megatron's name | how it is laid out | names in the checkpoint, {} being a layer's prefix.
 #   whole: on every rank.  rows, columns: cut over the ranks, in order.
-#   groups: rows alternate by query group.  ranks: they alternate by tensor parallel rank.
+#   groups: rows alternate by query group.  ranks: rows alternate by tensor parallel rank.
 LLAMA = r"""
 embedding.word_embeddings.weight       | rows    | model.embed_tokens.weight
 decoder.final_norm.weight              | whole   | model.norm.weight
@@ -49,8 +49,8 @@ class Family(NamedTuple):
     """Names of Megatron's tensors in a family's checkpoints."""
 
     table: str
-    prefix: str  # of a layer's tensors
-    split: int  # Megatron layers for each layer of the checkpoint
+    prefix: str  # prefix of a layer's tensor names
+    split: int  # Megatron layers per checkpoint layer
 
 
 TRANSFORMER = Family(LLAMA, "model.layers.{}.", 2)

@@ -23,11 +23,11 @@ def share(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """Yields the whole tensors that this rank writes, by the checkpoint's names.
 
     Each tensor is in one rank's share, and shares are about equally large. Collective: tensor
-    parallel ranks put together what one of them writes.
+    parallel ranks assemble what one of them writes.
     """
     rank = dist.get_rank()
     mates = dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group())
-    dealt = [0] * dist.get_world_size()  # bytes of each rank
+    dealt = [0] * dist.get_world_size()  # bytes dealt to each rank
     for place, dtype, holders in weights.catalog:
         writer = min(holders, key=dealt.__getitem__)
         dealt[writer] += math.prod(weights.shape(place)) * dtype.itemsize
@@ -40,7 +40,7 @@ def share(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Writes a share, and on rank 0 index, config and tokenizer; collective over a group of all.
+    """Writes a share, and on rank 0 index, config and tokenizer; collective over `group`, all ranks.
 
     `dir` appears when it is complete. Files without tensors come from the folder `source`.
     """

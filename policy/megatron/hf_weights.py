@@ -1,12 +1,12 @@
 """Maps names, rows and shards of Megatron's tensors to a Hugging Face checkpoint, and back.
 
-A tensor that Megatron cuts over its tensor parallel ranks is, once put together again, some rows of
-one or more tensors of the checkpoint in another order:
+A tensor that Megatron cuts over its tensor parallel ranks is, once joined again, some rows of one
+or more checkpoint tensors in a different order:
 
     as the checkpoint has them            q q q q   k k   v v
     as Megatron has them, two groups      q q k v   q q k v
 
-A table of families.py has for each Megatron name the checkpoint's names and how their rows
+A table in families.py gives, for each Megatron name, the checkpoint's names and how their rows
 alternate. Loading reads it from right to left, exporting from left to right.
 """
 
@@ -27,11 +27,11 @@ from policy.megatron.model_check import ASIDE, Checkpoint
 if TYPE_CHECKING:
     from megatron.core.models.mamba import MambaModel
 
-PADDING = ""  # the name of rows that no checkpoint has
+PADDING = ""  # name for rows that no checkpoint has
 
 
 class Piece(NamedTuple):
-    """Some rows, or columns, of a tensor of the checkpoint."""
+    """A range of rows or columns of a checkpoint tensor."""
 
     name: str
     start: int
@@ -41,18 +41,18 @@ class Piece(NamedTuple):
 class Place(NamedTuple):
     """The checkpoint's pieces of a Megatron tensor, from the first rank's part to the last's."""
 
-    layer: int  # -1: outside of layers
+    layer: int  # -1: outside the layers
     pieces: list[Piece]
     dim: int
-    ranks: int  # that share it; 1: every rank has all of it
+    ranks: int  # number of ranks that share it; 1: every rank has all of it
 
     @property
     def key(self) -> tuple[int, str]:
-        """The sorting key of tensors: the order of sending, the same on every rank."""
+        """The sort key that gives the sending order of tensors, the same on every rank."""
         return self.layer, self.pieces[0].name
 
     def names(self) -> list[str]:
-        """Returns the names of the checkpoint's tensors that it consists of."""
+        """Returns the names of the checkpoint tensors that make it up."""
         return list(dict.fromkeys(p.name for p in self.pieces if p.name != PADDING))
 
     def sizes(self) -> list[int]:
@@ -68,7 +68,7 @@ class Local(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor of the model, wherever it is."""
+    """A model tensor, wherever it is."""
 
     place: Place
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class Entry(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows, or columns, of one of the tensors that are cut in n pieces each, and alternate."""
+    """Rows or columns of one of several tensors, each cut into n pieces that alternate."""
 
     name: str
     start: int
@@ -91,7 +91,7 @@ class Part(NamedTuple):
 class Rule(NamedTuple):
     """A line of a family's table, for one Megatron name."""
 
-    how: str  # the tensor lies: "whole", "rows", "columns", "groups" or "ranks"
+    how: str  # layout: "whole", "rows", "columns", "groups" or "ranks"
     names: str  # in the checkpoint, as `alternatives` expands them
 
 
@@ -146,23 +146,23 @@ class Weights:
         return Place(layer, pieces, int(rule.how == "columns"), ranks)
 
     def rule(self, name: str) -> Rule | None:
-        """Finds the table's first rule for a Megatron name, its layer's prefix cut off."""
+        """Finds the table's first rule for a Megatron name, without its layer's prefix."""
         for pattern, how, names in self.table:
             if match := re.fullmatch(pattern, name):
                 return Rule(how, match.expand(names))
         return None
 
     def pieces(self, names: list[str], how: str, ranks: int) -> list[Piece]:
-        """Returns rows of some tensors in Megatron's order: cut in n, and alternating."""
+        """Returns rows of some tensors in Megatron's order: cut into n parts that alternate."""
         hf = self.hf
         dim = int(how == "columns")
         parts = [Part(name, 0, self.file.shape(name)[dim]) for name in names]
         n = {"groups": getattr(hf, "num_key_value_heads", 1), "ranks": ranks}.get(how, 1)
-        if mamba := re.search(r"mixer\.(in_proj|conv1d)", names[0]):  # each part is cut by itself
+        if mamba := re.search(r"mixer\.(in_proj|conv1d)", names[0]):  # each part is cut separately
             inner = hf.mamba_num_heads * hf.mamba_head_dim
             state = hf.n_groups * hf.ssm_state_size
             sizes = [inner, state, state]  # x, B, C of the convolution
-            if mamba[1] == "in_proj":  # the gate z before them, dt behind
+            if mamba[1] == "in_proj":  # the gate z comes before them, dt after
                 sizes = [inner, *sizes, hf.mamba_num_heads]
             ends = itertools.accumulate(sizes)
             parts = [Part(names[0], e - size, size) for e, size in zip(ends, sizes, strict=True)]
@@ -178,7 +178,7 @@ class Weights:
         """Fills a tensor, reading only the rows that this rank needs."""
         rank = mpu.get_tensor_model_parallel_rank() if place.ranks > 1 else 0
         total = sum(piece.stop - piece.start for piece in place.pieces)
-        # This rank's rows, counted from the start of the piece at hand.
+        # This rank's rows, counted from the start of the current piece.
         low = rank * total // place.ranks
         high = (rank + 1) * total // place.ranks
         parts = []
@@ -194,9 +194,9 @@ class Weights:
         tensor.data.copy_(torch.cat(parts, place.dim).view_as(tensor))
 
     def gather_catalog(self) -> list[Entry]:
-        """Returns all tensors of the model, in the order of sending; collective.
+        """Returns all model tensors, in sending order; collective.
 
-        Raises ValueError naming a tensor of the checkpoint that no rank has.
+        Raises ValueError naming a checkpoint tensor that no rank has.
         """
         mine = [(place, tensor.dtype) for place, tensor in self.local.values()]
         every: list[list[tuple[Place, torch.dtype]]] = [[] for _ in range(dist.get_world_size())]
@@ -214,13 +214,13 @@ class Weights:
         return sorted(entries.values(), key=lambda e: (e.place.layer, e.owner, e.place.key))
 
     def shape(self, place: Place) -> list[int]:
-        """Returns the shape of a Megatron tensor, its shards put together."""
+        """Returns the shape of a whole Megatron tensor, with its shards joined."""
         shape = self.file.shape(place.pieces[0].name)
         shape[place.dim] = sum(place.sizes())
         return shape
 
     def metas(self) -> list[WeightMeta]:
-        """Describes the tensors of export.py, in its order; no communication."""
+        """Describes the tensors that export.py yields, in its order; no communication."""
         return [
             WeightMeta(name, tuple(self.file.shape(name)), str(dtype).removeprefix("torch."))
             for place, dtype, _ in self.catalog

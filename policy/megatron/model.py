@@ -47,8 +47,8 @@ Output = TypeVar("Output")
 class Architecture(NamedTuple):
     """A config.json in Megatron's terms."""
 
-    layers: str  # one letter for each, from families.pattern
-    fields: dict[str, Field]  # of TransformerConfig
+    layers: str  # one letter per layer, from families.pattern
+    fields: dict[str, Field]  # fields of TransformerConfig
 
 
 def architecture(hf: PretrainedConfig) -> Architecture:
@@ -126,7 +126,7 @@ class Row(PackedSeqParams):
 
 
 class ExpertLayer(TransformerLayer):
-    """A layer that gives its router the row: also in backward, when it is computed again."""
+    """A layer that gives its router the row, also when backward computes the layer again."""
 
     def forward(
         self, *args: Tensor | None, packed_seq_params: Row, **rest: Any
@@ -139,37 +139,37 @@ class ExpertLayer(TransformerLayer):
 class Router(TopKRouter):
     """A router that counts each expert's tokens in trained samples only.
 
-    Megatron moves the bias of each expert by a constant, up or down. Tokens that train nothing,
+    Megatron moves each expert's bias by a constant, up or down. Tokens that train nothing,
     such as a row that keeps a rank in step, would move it as far as a whole batch does.
     """
 
-    places: Places  # of the row at hand
+    places: Places  # places of the current row
 
     def mine(self, x_L: Tensor) -> Tensor:
-        """Cuts this rank's share of the sequence out of the values of all places."""
+        """Takes this rank's share of the sequence from the values of all places."""
         return x_L.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        # Once: only the second forward pass of a checkpointed layer has gradients.
+        # Counts once: only the second forward pass of a checkpointed layer has gradients.
         if self.enable_expert_bias and torch.is_grad_enabled():
             self.local_tokens_per_expert += routing_map[self.mine(self.places.counted_L)].sum(0)
 
 
 class Chosen(NamedTuple):
-    """The experts of each place, and their scores."""
+    """Each place's experts, and their scores."""
 
     scores_LK: Tensor
     experts_LK: Tensor
 
 
 class RouteReplay(nn.Module):
-    """A replay of the engine's choice of experts in one router (R3).
+    """A replay of the engine's expert choices in one router (R3).
 
     The router is number `layer` among the `layers` layers that have experts.
 
     Trainer and engine round differently. If they send a token to different experts, its logprobs
     differ: arXiv:2510.11370. A place without a whole route chooses for itself. Raises ValueError
-    if routes have another number of layers.
+    if routes have a different number of layers.
     """
 
     followed: Tensor
@@ -206,7 +206,7 @@ class RouteReplay(nn.Module):
                 "experts"
             )
         route_LK = self.share(places.routes_L)[:, self.layer].long()
-        sorted_LK = route_LK.sort(1).values  # experts named twice are no route
+        sorted_LK = route_LK.sort(1).values  # a route that names an expert twice is invalid
         whole_L = (sorted_LK[:, 0] >= 0) & (sorted_LK.diff() > 0).all(1)
         self.followed += (read_L & whole_L).sum()
         experts_LK = torch.where(whole_L[:, None], route_LK, own.experts_LK)
@@ -214,7 +214,7 @@ class RouteReplay(nn.Module):
 
 
 def stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Specifies the four kinds of layers of a stack."""
+    """Specifies the four layer kinds of a stack."""
     kind = TESpecProvider()
     bda = get_bias_dropout_add
     column = kind.column_parallel_linear()
@@ -288,7 +288,7 @@ def build(settings: "PolicySettings", hf: PretrainedConfig, dtype: torch.dtype) 
 
 
 def checkpointed(forward: Callable[..., Output], hidden_states: Tensor, **rest: Any) -> Output:
-    """Runs a layer, saving its input alone; MambaStack has no `recompute_granularity`."""
+    """Runs a layer, saving only its input; MambaStack has no `recompute_granularity`."""
     again = partial(forward, **rest)
     return tensor_parallel.checkpoint(lambda x: again(hidden_states=x), False, hidden_states)
 
@@ -309,7 +309,7 @@ def rotary_frequencies(hf: PretrainedConfig) -> Tensor:
 class Run(NamedTuple):
     """Neighbouring places of one sequence in a padded row."""
 
-    first: int  # of the sequence
+    first: int  # first place of the sequence
     start: int
     stop: int
 

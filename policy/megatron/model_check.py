@@ -23,7 +23,7 @@ from rollout.messages import load_tokenizer
 if TYPE_CHECKING:
     from settings.network import PolicySettings
 
-ASIDE = re.compile(r"mtp\.|.*rotary_emb\.inv_freq$")  # never trained, exported as they came
+ASIDE = re.compile(r"mtp\.|.*rotary_emb\.inv_freq$")  # never trained, exported unchanged
 
 
 class Checkpoint:
@@ -99,7 +99,7 @@ def read_config(model: str, settings: "PolicySettings") -> PretrainedConfig:
 
 
 def check_kernels(model: str) -> None:
-    """Raises InputError if a library of kernels is missing; tests/cpu stands in for them."""
+    """Raises InputError if a kernel library is missing; tests/cpu stands in for them."""
     hf = AutoConfig.from_pretrained(model)
     kernels = ["transformer_engine"]
     if hf.model_type == "nemotron_h" and torch.cuda.is_available():
@@ -113,7 +113,7 @@ def check_kernels(model: str) -> None:
 
 
 class Divisor(NamedTuple):
-    """A setting that must divide a size of the model."""
+    """A setting that must divide one of the model's sizes."""
 
     field: str
     value: int
@@ -176,7 +176,7 @@ def divisors(settings: "PolicySettings", hf: PretrainedConfig, experts: int) -> 
 def check_tensors(folder: str, hf: PretrainedConfig) -> None:
     """Compares a checkpoint's tensors with its architecture's, by name and shape.
 
-    Raises InputError naming the first that is wrong.
+    Raises InputError naming the first wrong tensor.
     """
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(hf)

@@ -8,7 +8,7 @@ every matrix and of the sequence between matrices (sequence parallelism), contex
 hold parts of every sequence, pipeline stages hold some layers, and expert parallel ranks, across
 replicas, hold experts.
 
-The loss is a sum divided once by the count of the whole batch, so gradients are summed, never
+The loss is a sum divided once by the whole batch's token count, so gradients are summed, never
 averaged: over replicas and context parallel ranks by DistributedDataParallel, over sequence shards
 by finalize_model_grads. Each rank computes the loss of its whole row, and passes on the part of the
 gradient that belongs to its own tokens.
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from settings.network import PolicySettings
 
-DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # of parameters
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32  # type of the parameters
 
 
 class Shard:
@@ -135,13 +135,13 @@ class MegatronPolicy:
         self.weights = hf_weights.Weights(model, hf, self.model)
         self.vocab = hf.vocab_size
         self.entropy = logprobs.Entropy(self.device)
-        self.dp_group = mpu.get_data_parallel_group()  # the ranks that train other rows
+        self.dp_group = mpu.get_data_parallel_group()  # the ranks that train different rows
         others = (mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank())
         self.reports = mpu.is_pipeline_last_stage() and others == (0, 0)
         self.replays = [m for m in self.model.modules() if isinstance(m, RouteReplay)]
         # The schedule runs the model, or Megatron's wrapper that sums its gradients.
         self.chunk: MambaModel | DistributedDataParallel = self.model
-        # A frozen copy keeps `requires_grad`: without it, Megatron's linear layers round otherwise.
+        # A frozen copy keeps `requires_grad`: else Megatron's linear layers round differently.
         if trainable:
             self._make_optimizer()
 
@@ -153,7 +153,7 @@ class MegatronPolicy:
         apart = get_standard_config_overrides(adam)  # norms and biases, which do not decay
         self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides=apart)
         cut = {f"policy.{axis}": getattr(self.settings, axis) for axis in ("tp", "pp", "ep")}
-        # AdamW's state is cut like Megatron's buffers of gradients, by their type and buckets.
+        # AdamW's state is cut like Megatron's gradient buffers, by their type and buckets.
         for name in ("grad_reduce_in_fp32", "overlap_grad_reduce", "bucket_size"):
             cut[f"policy.megatron.ddp.{name}"] = getattr(ddp, name)
         self.shares = Shares(self.model, self.optimizer, cut, self.write_group)
@@ -245,7 +245,7 @@ class MegatronPolicy:
         return tensor_parallel.reduce_from_tensor_model_parallel_region(logp_T, group=cp)
 
     def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
-        """Sums the gradients over ranks, scales and clips them, updates by AdamW and zeroes them.
+        """Sums the gradients over ranks, scales and clips them, updates with AdamW and zeroes them.
 
         Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping.
         Raises FloatingPointError on every rank if the norm is not finite, and RuntimeError if the
@@ -333,7 +333,7 @@ class MegatronPolicy:
         return self.shares.save(dir, self.updates)
 
     def load(self, dir: str) -> None:
-        """Continues from a checkpoint of `save`, on any number of replicas; each reads its share.
+        """Continues from what `save` wrote, on any number of replicas; each reads its share.
 
         Raises InputError if tp, pp, ep, the gradients' type or their buckets were different.
         """

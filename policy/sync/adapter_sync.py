@@ -1,17 +1,17 @@
-"""Sends updates that carry adapters alone: engines add them to the checkpoint that both have.
+"""Sends updates that carry only adapters: engines add them to the checkpoint that both sides have.
 
     W = W_0 + scale * left @ right        left [rows, rank], right [rank, columns], float32
 
 W_0 is read from the policy's folder, mapped into memory: the workers of a node share its pages, and
 a new engine needs only the next update. The sum equals the weight in an update of merged weights.
-So vLLM's layers, the speed of decoding and the reading back of `Proof` are the same, and nothing
+So vLLM's layers, the decoding speed and the read-back by `Proof` are the same, and nothing
 drifts over updates. vLLM's LoRA requests would cost kernels in each layer and each engine step.
 
 Norms, biases and other tensors that are not matrices are sent whole. For each matrix the trainer
 also sends its product with a few vectors, computed without merging. Engines compare the product
-with their sum's, which reveals another base, and an adapter that is ignored, stale, or of another
-layer, rank or scale (ms-swift#9855 trained for days on ignored adapters). A change of a row by less
-than 1.4e-5 of its norm is not noticed: it may be rounding.
+with their sum's, which reveals a different base, or an adapter that is ignored, stale, or for
+another layer, rank or scale (ms-swift#9855 trained for days on ignored adapters). A change to a row
+by less than 1.4e-5 of its norm is not noticed: it may be rounding.
 
 Axes, as suffixes:  R rows of a matrix    C its columns    K rank    V vectors
 """
@@ -41,15 +41,16 @@ LEFT, RIGHT, PRODUCT = ":left", ":right", ":product"  # suffixes to a matrix's n
 
 
 class Matrices(NamedTuple):
-    """The tensors of a checkpoint, by name: each with the open file that has it."""
+    """A checkpoint's tensors by name, each with the open file that has it."""
 
     homes: dict[str, safe_open]
 
     @classmethod
     def of(cls, folder: str, stack: contextlib.ExitStack) -> "Matrices":
-        """Opens the tensors of a folder for as long as `stack` is open; no tensors: no safetensors.
+        """Opens a folder's tensors for as long as `stack` is open; empty without safetensors files.
 
-        Only the files that transformers reads: others may be older. Raises OSError if one is gone.
+        Opens only the files that transformers reads, as others may be older. Raises OSError if one
+        is missing.
         """
         index = Path(folder, "model.safetensors.index.json")
         weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {}
@@ -82,7 +83,7 @@ def matrix(tensor: Tensor) -> Tensor:
 
 
 class AdapterUpdate:
-    """The tensors that the trainers send of a policy with adapters; a `Source` of `Sender`."""
+    """The tensors that the trainers send for a policy with adapters; a `Source` of `Sender`."""
 
     def __init__(self, policy: "FSDPPolicy"):
         self.policy = policy
@@ -126,7 +127,7 @@ def has_adapters(policy: "Policy") -> "TypeGuard[FSDPPolicy]":
 
 
 def outgoing(policy: "Policy") -> "Source":
-    """Returns the source of a policy's updates: adapters alone, if engines can read all else.
+    """Returns the source of a policy's updates: only adapters, if engines can read the rest.
 
     Engines can if the policy's folder has its matrices, with the same names and shapes.
     """

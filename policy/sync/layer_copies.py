@@ -2,7 +2,7 @@
 
 The loaders are Python. They take some 0.5 ms per tensor, a mixture of experts has tens of thousands
 of tensors, and the engine is paused meanwhile. But they do the same each time: they cut and copy.
-So after an update that was proven they are run on tensors without memory, and each copy is noted.
+So after a proven update they are run on tensors without memory, and each copy is noted.
 If copies fill a layer, every element once, they fill it from then on, and vLLM processes the layer
 as it does after its own loaders. The loaders still fill all other layers.
 """
@@ -38,20 +38,20 @@ class Part(NamedTuple):
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # elements, from the tensor's first one
+    offset: int  # in elements, from the tensor's first one
 
 
 class Copy(NamedTuple):
     """A loader's copy of a part of a sent tensor to a part of a layer's tensor."""
 
-    tensor: str  # its name as it is sent
+    tensor: str  # its name as sent
     of: Part
     target: str  # the name of the layer's tensor
     to: Part
 
 
 class Home(NamedTuple):
-    """A tensor of a layer."""
+    """A layer's tensor."""
 
     layer: str
     name: str
@@ -70,11 +70,11 @@ def part_of(whole: Tensor, view: Tensor) -> Part:
 
 
 def tiles(parts: list[Part], numel: int) -> bool:
-    """True if parts of a dense tensor have each of its elements once."""
+    """True if parts of a dense tensor cover each of its elements once."""
     starts, lengths = [], []
     for size, stride, offset in parts:
         dims = [dim for dim in zip(size, stride, strict=True) if dim[0] != 1]
-        length = 1  # of a run of neighbouring elements
+        length = 1  # length of a run of neighbouring elements
         while dims and dims[-1][1] == length:
             length *= dims.pop()[0]
         start_N = np.array([offset])
@@ -167,7 +167,7 @@ class Copies:
         finally:
             layerwise.finalize_layerwise_reload(model, config.model_config)
         slow = set(noted.used)
-        while True:  # a tensor goes one way, and so do all tensors of its layers
+        while True:  # a tensor is either copied or not, and so are all tensors of its layers
             left = {
                 path
                 for path, copies in noted.copies.items()

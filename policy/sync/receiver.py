@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from policy.sync.layer_copies import Copies
     from policy.sync.weight_sync import Group
 
-CHECK_SECONDS = 0.5  # between two looks whether the senders have ended an update
+CHECK_SECONDS = 0.5  # between two checks whether the senders have ended an update
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
@@ -126,7 +126,7 @@ class WeightReceiver:
         Returns the bytes that vLLM's profiling left for KV, 0 if it did not profile.
         """
         self.sync_wire: Wire = pickle.loads(wire)
-        # Each update would warn of layers that get no tensor, such as rotary tables and tied heads.
+        # Each update would warn about layers that get no tensor: rotary tables, tied heads and others.
         # `Proof` checks that no tensor is missing.
         logging.getLogger(RELOADER).setLevel(logging.ERROR)
         store = self.sync_wire.store(host, port, world)
@@ -254,7 +254,7 @@ class WeightReceiver:
                 yield place.meta.name, tensor_in(buffer, place)
 
     def arrive(self, work: dist.Work) -> None:
-        """Waits for a bucket. Raises CutOff if it does not arrive; on a CPU, once `cut` is set."""
+        """Waits for a bucket. Raises CutOff if none arrives or, on a CPU, once `cut` is set."""
         while self.cut and self.sync_wire.device == "cpu" and not work.is_completed():
             if self.cut.is_set():
                 raise CutOff("the senders have ended the update")

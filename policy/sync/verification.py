@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.models.utils import WeightsMapper
 
-SHARE = 32  # an update that is not verified looks at one in this many parameters
+SHARE = 32  # an update that is not verified checks one in this many parameters
 VECTORS = 4
-ROUNDING = {torch.float32: 3e-5}  # of a row's norm; for other dtypes 0.05
-EXPERTS = 16  # digested at once; unless they are plain matrices, they are copied for it
+ROUNDING = {torch.float32: 3e-5}  # tolerance over a row's norm; for other dtypes 0.05
+EXPERTS = 16  # experts digested at once; unless they are plain matrices, they are copied for it
 STACKED = {"q": 0, "k": 1, "v": 2}  # vLLM numbers the parts of other stacks itself
 EXPERT = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(\w+?)(?:\.weight)?")
 
@@ -60,7 +60,7 @@ class Product(NamedTuple):
     """The product of sent rows with `vectors`."""
 
     product_RV: Tensor
-    norm_R: Tensor  # of the rows
+    norm_R: Tensor  # norms of the rows
 
 
 class Span(NamedTuple):
@@ -93,9 +93,9 @@ class Verdict(NamedTuple):
 class Proof:
     """The tensors of one update, to be compared with what a vLLM model holds after it.
 
-    With `turn` it looks at one in SHARE parameters, at others next time. Without it, it looks at
-    all, and no parameter may be missing. `unverified` has the names of parameters that it cannot
-    compare, such as quantised ones.
+    With `turn` it checks one in SHARE parameters, and different ones next time. Without `turn` it
+    checks all, and no parameter may be missing. `unverified` has the names of parameters that it
+    cannot compare, such as quantised ones.
     """
 
     def __init__(self, model: nn.Module, turn: int | None = None):
@@ -109,7 +109,7 @@ class Proof:
         self.rank = get_tensor_model_parallel_rank()
         self.turn = turn
         self.spans: dict[str, list[Span]] = defaultdict(list)  # by parameter
-        # By parameter, then by this worker's expert.
+        # Spans by parameter, then by this worker's expert.
         self.experts: dict[str, dict[int, list[ExpertSpan]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -173,7 +173,7 @@ class Proof:
         rank = getattr(module, "tp_rank", self.rank)
         sizes = getattr(module, "output_partition_sizes", parameter.shape[:1])
         if shard is None:
-            if len(sizes) > 1 and tp > 1:  # its parts are cut one by one
+            if len(sizes) > 1 and tp > 1:  # its parts are cut separately
                 return None
             shard = 0
             sizes = [sum(sizes)]
@@ -203,7 +203,7 @@ class Proof:
             self.unverified.add(target)
             return
         split = module.moe_config.moe_parallel_config
-        if split.enable_eplb:  # it copies experts
+        if split.enable_eplb:  # EPLB copies experts
             self.unverified.add(target)
             return
         if split.tp_size > 1 and (kind == "gate_up_proj" or module.is_fused_checkpoint_transposed):
@@ -305,7 +305,7 @@ class Proof:
         sent_E = torch.zeros(E, dtype=torch.int64, device=parameter.device)
         moved_E = torch.zeros(E, dtype=torch.bool, device=parameter.device)
         for i in range(most):
-            same_rows = [spans[i] for spans in parts]  # of each expert
+            same_rows = [spans[i] for spans in parts]  # spans of each expert
             rows_ER = held_ER[:, same_rows[0].start : same_rows[0].stop]
             digest_ER = torch.stack([span.digest_R for span in same_rows])
             has_rows = rows_ER.shape == digest_ER.shape  # a kernel may hold them transposed
@@ -317,20 +317,20 @@ class Proof:
 
     def _judge_experts(self, name: str, wrong_N: Tensor) -> None:
         other_E, moved_E = wrong_N.chunk(2)
-        if moved_E.all():  # their kernel keeps another order
+        if moved_E.all():  # their kernel keeps a different order
             self.unverified.add(f"the order in {name}")
             moved_E = other_E
         refuse(name, "expert", "", other_E | moved_E)
 
 
 def refuse(name: str, kind: str, where: str, wrong_N: Tensor) -> None:
-    """Raises RuntimeError if any is wrong, with the number of the first one."""
+    """Raises RuntimeError if any entry is wrong, with the number of the first one."""
     if wrong_N.any():
         first = int(wrong_N.int().argmax())
         raise RuntimeError(f"{name} does not hold {kind} {first}{where} as it was sent")
 
 
 def is_quantized(module: nn.Module | None) -> bool:
-    """True if a layer keeps other numbers than it is given."""
+    """True if a layer stores numbers other than those it is given."""
     method = getattr(module, "quant_method", None)
     return method is not None and not type(method).__name__.startswith("Unquantized")

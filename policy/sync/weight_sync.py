@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 256 << 20
 AHEAD = 3  # broadcasts that may be pending on a GPU before the next bucket is gathered
-WORDS = 1 << 18  # digested at once, as int64: they fit into a core's cache
+WORDS = 1 << 18  # words digested at once, as int64: they fit into a core's cache
 GPU_WORDS = 1 << 22  # 32 MiB: few kernels, and little memory next to the KV
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CUT = "cut"  # this key in a group's store marks an update that was ended
-ROW_BYTES = 1 << 14  # added up at once by a digest; the size of a bucket is a multiple of it
+ROW_BYTES = 1 << 14  # bytes that a digest adds up at once; the size of a bucket is a multiple of it
 
 
 class CutOff(RuntimeError):
@@ -61,11 +61,11 @@ class Source(Protocol):
         """Describes the tensors that `named_weights` yields, in its order."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yields names and tensors; collective over the trainer ranks. None on other ranks."""
+        """Yields names and tensors, None except on rank 0; collective over the trainer ranks."""
 
 
 class Wire(NamedTuple):
-    """The terms of weight updates, known to both sides. It is pickled to the engines."""
+    """The terms of weight updates, known to both sides. They are pickled to the engines."""
 
     metas: list[WeightMeta]  # of all tensors, in the order in which they are sent
     join_seconds: float  # deadline for meeting
@@ -102,7 +102,7 @@ class Slice(NamedTuple):
     """The place of a tensor in a bucket."""
 
     meta: WeightMeta
-    start: int  # byte
+    start: int  # first byte
     stop: int
 
 
@@ -165,27 +165,27 @@ def digest(buffer: Tensor) -> Tensor:
 
 
 def checksum(digests: list[Tensor]) -> int:
-    """Combines the digests of all buckets, in order, to one number; 0 without digests."""
+    """Combines the digests of all buckets, in order, into one number; 0 without digests."""
     return int(row_digests(torch.cat(digests)[None])) if digests else 0
 
 
 class Sender:
-    """The trainer's side of weight updates. Every rank has one.
+    """The trainer's side of weight updates. Every rank has a sender.
 
     Only rank 0 joins the engines, and under NCCL its node-mates. On all of them gathers and
     broadcasts follow each other in one order, so ranks never wait for each other in a circle.
     """
 
-    joined: ClassVar["Sender | None"] = None  # this process's
+    joined: ClassVar["Sender | None"] = None  # this process's sender
 
     def __init__(self, policy: Source, timeouts: "Timeouts", shares_gpu: bool):
         self.policy = policy
         base = getattr(policy, "base", None)
         metas = policy.weight_metas()
         self.wire = Wire(metas, waits.ANSWER_SECONDS, timeouts.sync, shares_gpu, base)
-        self.group: Group | None = None  # of rank 0, its node-mates and the engines' workers
+        self.group: Group | None = None  # rank 0, its node-mates and the engines' workers
         self.rank = 0  # in that group
-        self.store: dist.Store | None = None  # where they met
+        self.store: dist.Store | None = None  # the store where they met
         self.aborted = False
         self.staged: Iterator[Tensor] | None = None  # buffers, the first of them gathered
 
@@ -204,7 +204,7 @@ class Sender:
 
     @classmethod
     def abort(cls) -> None:
-        """Ends the update that this process sends; called in another thread than `send`.
+        """Ends the update that this process sends; called in a different thread than `send`.
 
         Under NCCL nothing else ends it: a lost engine leaves the others waiting in their kernels.
         Gloo's own abort does nothing, and `finish` only stops waiting. Engines see CUT.
@@ -225,7 +225,7 @@ class Sender:
         """Gathers all weights; rank 0 broadcasts them, node-mates pass them on. Collective.
 
         Rank 0 returns their checksum if `verify`, else 0. Raises RuntimeError, after the last
-        gather, if a receiver is gone or the deadline is over.
+        gather, if a receiver is gone or the deadline has passed.
         """
         packed = self.staged or gathered(self.policy.named_weights(), self.wire)
         self.staged = None
@@ -256,9 +256,9 @@ class Sender:
         return max(bucket.size for bucket in buckets(self.metas)) if self.rank else 0
 
     def finish(self, broadcasts: deque[dist.Work], left: int) -> None:
-        """Waits until at most `left` broadcasts are on their way.
+        """Waits until at most `left` broadcasts are pending.
 
-        Raises RuntimeError if the update was ended or the deadline is over. NCCL's `wait()` only
+        Raises RuntimeError if the update was ended or the deadline has passed. NCCL's `wait()` only
         orders streams and does not notice a lost engine; gloo's would wait for a sender that has
         given up.
         """
