@@ -1,10 +1,10 @@
-"""Writes the page of a run, or one that compares the curves of several; neither needs a network.
+"""Writes a run's page, or one that compares several runs' curves; neither needs a network.
 
     python report.py RUN_DIR           -> RUN_DIR/report.html
     python report.py RUN_DIR OTHER ... -> RUN_DIR/compare.html
 
-Everything but the tokenizer is read from the run's folder, and the run may still be going: lines
-and archives that are half written are left out, and so are parts of the page whose file is missing.
+Everything but the tokenizer is read from the run's folder, and the run may still be going:
+half-written lines and archives are left out, and so are parts of the page whose file is missing.
 """
 
 import bisect
@@ -36,7 +36,7 @@ from settings.config import TrainingSettings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Limits of one page: a browser stays quick up to some 50 MB, and long runs write far more.
+# Limits for one page: a browser stays quick up to some 50 MB, and long runs write far more.
 LIMITS = {
     "mismatch": 1000,
     "rollouts": 2000,
@@ -60,8 +60,8 @@ LAST = (
 INFO = re.compile("(validation_)?info/")
 Item = TypeVar("Item")
 Json = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
-# The fields that the page needs of a line: types, [type of the items], {name: type}. A line that
-# lacks one is left out.
+# The fields that the page needs from a line: types, [type of the items], {name: type}. A line that
+# lacks a field is left out.
 Form = type | UnionType | list["Form"] | dict[str, "Form"]
 CONFIG: dict[str, Form] = {"prompts_per_step": int | None, "steps": int | None, "model": str | None}
 ROW: dict[str, Form] = {
@@ -90,7 +90,7 @@ ROLLOUT: dict[str, Form] = {
 
 
 class Page(TypedDict):
-    """The data of a page, as its script reads them."""
+    """A page's data, as its script reads them."""
 
     name: str
     config: dict
@@ -112,7 +112,7 @@ def finish(cfg: TrainingSettings) -> None:
 
 
 def write(run_dir: str) -> Path:
-    """Writes the page of a run; returns its path. Raises InputError if there is no such folder."""
+    """Writes a run's page; returns its path. Raises InputError if there is no such folder."""
     run = Run.read(Path(run_dir))
     archives = sorted((Path(run_dir) / "samples").glob("step_*.npz"))
     data: Page = {
@@ -130,7 +130,7 @@ def write(run_dir: str) -> Path:
 def compare(run_dirs: list[str]) -> Path:
     """Writes a page with the curves of several runs, and the settings in which they differ.
 
-    Returns its path, in the folder of the first. Raises InputError if one is not a folder, or if
+    Returns its path, in the first run's folder. Raises InputError if one is not a folder, or if
     two are the same.
     """
     runs = [Run.read(Path(folder)) for folder in run_dirs]
@@ -247,7 +247,7 @@ def side_by_side(runs: list[Series], names: list[str]) -> Series:
 
 
 def columns(lines: Iterable[dict]) -> Series:
-    """Returns every numeric metric, and `step`, as one value for each step; None: no value."""
+    """Returns every numeric metric, and `step`, as one value per step; None: no value."""
     rows: dict[int, dict[str, float]] = defaultdict(dict)
     for line in lines:
         rows[line["step"]] |= {k: v for k, v in line.items() if type(v) in (int, float)}
@@ -275,7 +275,7 @@ class Group(NamedTuple):
     lines: int
 
     def read(self) -> list[dict]:
-        """Reads the rollouts of the group."""
+        """Reads the group's rollouts."""
         with open(self.path, "rb") as file:
             file.seek(self.start)
             text = file.read(self.end - self.start)
@@ -331,7 +331,7 @@ def rollouts(path: Path) -> dict:
 
 
 def pairs(every: list[Group]) -> list[list[dict]]:
-    """Picks validation prompts, each as [first, last] answer: of the oldest and newest policy."""
+    """Picks validation prompts, each as [first, last] answer: by the oldest and newest policy."""
     validated = [group for group in every if not group.trained]
     if not validated or validated[0].step == validated[-1].step:
         return []
@@ -341,7 +341,7 @@ def pairs(every: list[Group]) -> list[list[dict]]:
     last = {group.slot: group for group in validated if group.step == newest}
     slots = evenly(sorted(first.keys() & last.keys()), LIMITS["pairs"])
     found = [[*first[slot].read()[:1], *last[slot].read()[:1]] for slot in slots]
-    # A resumed run may have got other validation rows.
+    # A resumed run may have different validation rows.
     return [pair for pair in found if len(pair) == 2 and pair[0]["prompt"] == pair[1]["prompt"]]
 
 

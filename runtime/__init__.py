@@ -1,1 +1,1 @@
-"""What any algorithm needs and no paper mentions: actors, waits, engines, checkpoints, metrics."""
+"""Provides what any algorithm needs and no paper mentions: actors, waits, engines, metrics."""

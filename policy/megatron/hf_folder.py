@@ -40,7 +40,7 @@ def share(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Writes a share, and on rank 0 index, config and tokenizer; collective over `group`, all ranks.
+    """Writes a share, and on rank 0 index, config and tokenizer; collective over all ranks.
 
     `dir` appears when it is complete. Files without tensors come from the folder `source`.
     """

@@ -126,7 +126,7 @@ class WeightReceiver:
         Returns the bytes that vLLM's profiling left for KV, 0 if it did not profile.
         """
         self.sync_wire: Wire = pickle.loads(wire)
-        # Each update would warn about layers that get no tensor: rotary tables, tied heads and others.
+        # Each update would warn about layers without tensors: rotary tables, tied heads, ...
         # `Proof` checks that no tensor is missing.
         logging.getLogger(RELOADER).setLevel(logging.ERROR)
         store = self.sync_wire.store(host, port, world)

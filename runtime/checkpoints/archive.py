@@ -1,7 +1,7 @@
 """Writes groups of samples to one .npz file, aside and then renamed, and reads them again.
 
 The file has a column for each field of `Sample`. Columns that end in `_T` hold the tokens of all
-samples end to end, the others one entry for each sample. Texts, and dictionaries as JSON, are one
+samples end to end, the others one entry per sample. Texts, and dictionaries as JSON, are one
 JSON list: numpy would make each text as wide as the longest. Columns that end in `_M` hold arrays
 of any length end to end, and `ends_NAME` where the array of each sample ends. The file also has
 `slot`, `version` and `line` of each group, `group` and `length` of each sample, and `logp_T`, the
@@ -30,11 +30,11 @@ OWN = (*HEAD, "group", "length", "logp_T")  # columns that are no field of a sam
 def write_groups(
     path: str, heads: list[tuple[int, int, int]], places: list[list[tuple[int, int]]], *refs: Any
 ) -> None:
-    """Writes groups of samples as one .npz file: `heads` are (slot, version, line) of each.
+    """Writes groups of samples as one .npz file: `heads` are each group's (slot, version, line).
 
     `refs` begin with one array for each list of `places`: the trainer's logprobs [T] of the samples
     at these places (group, place in it), end to end, or an empty array. The groups follow. They are
-    arguments of their own because Ray fetches no reference inside a list. Raises TypeError for a
+    separate arguments because Ray fetches no reference inside a list. Raises TypeError for a
     field of a sample that such a file cannot hold.
     """
     groups: tuple[list[Sample], ...] = refs[len(places) :]
@@ -68,7 +68,7 @@ def write_groups(
 
 
 def _columns(name: str, values: list, lengths: list[int]) -> dict[str, np.ndarray]:
-    """Makes the columns of a field's values; {} if all of them are None."""
+    """Makes the columns from a field's values; {} if all of them are None."""
     known = [value for value in values if value is not None]
     if name.endswith("_M"):
         if not known:
@@ -119,7 +119,7 @@ def _blank(example: np.ndarray) -> float | None:
 
 
 def listed(column: np.ndarray) -> list:
-    """Returns the entries of a column that has one for each sample."""
+    """Returns the entries of a column that has one per sample."""
     return column.tolist() if column.shape else json.loads(column.item())
 
 
@@ -148,7 +148,7 @@ def columns(path: str) -> set[str]:
 def read_groups(path: str) -> tuple:
     """Reads what `write_groups` wrote: [(slot, version, line, infos)], then each group's samples.
 
-    A column that the file lacks gets the default of its field. Raises ValueError, with the name of
+    A column that the file lacks gets its field's default. Raises ValueError, with the name of
     the file, if it does not hold groups.
     """
     with _opened(path) as file:

@@ -95,10 +95,10 @@ def newest_first(run_dir: str) -> list[Path]:
 
 
 def damage(folder: str, part: int = 0, parts: int = 1, largest: float = math.inf) -> str:
-    """Describes the first damage in a checkpoint; "" if all files that are looked at are whole.
+    """Describes the first damage in a checkpoint; "" if all files that are checked are whole.
 
-    Looks at every `parts`-th file, from number `part` on. Only the size is compared for files of
-    more than `largest` bytes. A file that cannot be read counts as damaged: an older checkpoint may
+    Checks every `parts`-th file, from number `part` on. For files of more than `largest` bytes only
+    the size is compared. A file that cannot be read counts as damaged: an older checkpoint may
     be whole.
     """
     path = Path(folder, MARKER)

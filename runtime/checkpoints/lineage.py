@@ -1,7 +1,7 @@
-"""Records the origin of a policy: run, code, settings and data of every training behind it.
+"""Records the origin of a policy: run, code, settings and data of every training run behind it.
 
-`lineage.json` is in the folder of a run, in each of its checkpoints, and in each exported model. A
-run that begins with such a model has its lineage as `parent`, so the file of the last stage holds
+`lineage.json` is in a run's folder, in each of its checkpoints, and in each exported model. A
+run that begins with such a model has that lineage as `parent`, so the file of the last stage holds
 the whole chain:
 
     python -m runtime.checkpoints.lineage runs/rlhf/step_000100/hf
@@ -18,7 +18,7 @@ from core.errors import InputError
 from settings.config import TrainingSettings
 
 FILE = "lineage.json"
-SAMPLED = 1 << 16  # bytes at the start and at the end of a file
+SAMPLED = 1 << 16  # bytes that are read at the start and at the end of a file
 
 
 def begin(cfg: TrainingSettings, start: dict) -> None:
@@ -98,7 +98,7 @@ def digest(content: bytes) -> str:
 
 
 def chain(lineage: dict) -> list[str]:
-    """Returns a line for each training, the last one first, and one for the initial model."""
+    """Returns a line for each training run, the last one first, and one for the initial model."""
     lines = []
     while "run" in lineage:
         version = lineage.get("version", "the newest")

@@ -32,7 +32,7 @@ EVALUATED = {"validation_reward", "validation_accuracy"}  # one of them ends an 
 
 
 def candidates(cfg: TrainingSettings) -> list[str]:
-    """Returns the checkpoints to try, best first; [] if the run starts anew."""
+    """Returns the checkpoints to try, best first; [] if the run starts from scratch."""
     resume = cfg.command.resume
     if resume == "auto":
         return [str(folder) for folder in newest_first(cfg.run_dir)]
@@ -59,7 +59,7 @@ def first_whole(cfg: TrainingSettings) -> str:
 def refuse_none(cfg: TrainingSettings, notes: list[str]) -> None:
     """Raises InputError if all checkpoints are damaged, or if one to be evaluated is missing.
 
-    `notes` describe the damage of each.
+    `notes` describe the damage to each.
     """
     if notes:
         raise InputError("no checkpoint is whole: " + "; ".join(notes))
@@ -70,7 +70,7 @@ def refuse_none(cfg: TrainingSettings, notes: list[str]) -> None:
 def refuse_other_stream(
     state: dict, cfg: TrainingSettings, rows: "Rows", must_match: Sequence[str]
 ) -> None:
-    """Raises InputError if a run counts or reads prompts unlike the run that was saved."""
+    """Raises InputError if a run counts or reads prompts differently from the saved run."""
     saved = state["config"]
     folder = state["folder"]
     replay = cfg.command.replayed
@@ -97,7 +97,7 @@ def refuse_other_stream(
 
 
 def refuse_other_settings(state: dict, cfg: TrainingSettings, names: Sequence[str]) -> None:
-    """Raises InputError if a checkpoint lacks one of these settings, or has another value of it."""
+    """Raises InputError if a checkpoint lacks one of these settings or has another value for it."""
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # as it was written: tuples are lists
     for name in names:
         before = leaf_of(state["config"], name, MISSING)
@@ -157,7 +157,7 @@ def rewind(run_dir: str, state: dict) -> int:
     for kept in Path(run_dir).glob("*.kept"):  # an earlier rewind was killed here
         finish(kept)
     for folder in newest_first(run_dir):
-        if step_of(folder) > version:  # this run will train that step anew
+        if step_of(folder) > version:  # this run will train that step again
             (folder / MARKER).unlink()
     for aside in Path(run_dir).glob("step_*.partial"):
         shutil.rmtree(aside)
@@ -200,10 +200,10 @@ def rewind_rollouts(run_dir: str, state: dict, evaluated: int) -> None:
 
 
 def settled(path: Path, step: int) -> int:
-    """Returns the byte at which a line of a step up to `step` begins, near the last such line.
+    """Returns the offset of a line of a step up to `step`, near the last such line.
 
-    Halves the interval, so a rollouts file of any size is read for a moment only; 0 without such a
-    line.
+    Bisects the file, so reading even a large rollouts file takes only a moment; 0 if there is no
+    such line.
     """
     low, high = 0, path.stat().st_size
     with open(path, "rb") as file:
@@ -235,14 +235,14 @@ def keep(
 ) -> None:
     """Removes the lines of a JSONL file from byte `start` on that do not obey a rule.
 
-    Lines that are cut off or cannot be parsed are removed too. The others are written aside before
-    the file is cut, so a process that is killed here can repeat it.
+    Lines that are cut off or cannot be parsed are removed too. The other lines are written aside
+    before the file is cut, so the removal can be repeated if the process is killed here.
     """
     aside = path.with_suffix(".partial")
     with open(path, "rb") as old, open(aside, "wb") as new:
         old.seek(start)
         for line in old:
-            # A line may be cut off, or written by a program with other fields.
+            # A line may be cut off, or written by a program that uses different fields.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 parsed = parse(line)
                 if parsed is not None and line.endswith(b"\n") and rule(parsed):
@@ -252,7 +252,7 @@ def keep(
 
 
 def finish(kept: Path) -> None:
-    """Replaces the end of a JSONL file, from the byte in the name of `kept` on, by its lines."""
+    """Replaces a JSONL file's end, from the byte that the name of `kept` gives, with its lines."""
     path = kept.with_suffix("").with_suffix(".jsonl")
     start = int(kept.suffixes[-2].removeprefix("."))
     with open(path, "r+b") as file, open(kept, "rb") as lines:
@@ -277,7 +277,7 @@ def look(checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: di
     """Returns the state of the checkpoint that `load` would choose, or {}; nothing is started.
 
     `fresh` is what the run would save now. Raises InputError as `load` does, except for damage
-    inside large files; also if a checkpoint to resume from has other fields than `fresh`.
+    inside large files; also if a checkpoint to resume from has fields other than `fresh`.
     """
     folder = first_whole(checkpoints.cfg)
     return state_of(checkpoints, folder, must_match, fresh) if folder else {}
@@ -301,7 +301,7 @@ def state_of(
 
 
 def another_layout(folder: str, what: str) -> InputError:
-    """Makes the error for a checkpoint whose state.json has other fields than this program's."""
+    """Makes the error for a checkpoint whose state.json has fields other than this program's."""
     commit = lineage.read(Path(folder)).get("commit") or "unknown"
     return InputError(
         f"{folder}: its state.json {what}: it was saved by commit {commit}: "
@@ -310,7 +310,7 @@ def another_layout(folder: str, what: str) -> InputError:
 
 
 def refuse_other_layout(state: dict, fresh: dict) -> None:
-    """Raises InputError if a checkpoint has other fields than `fresh`, which the run saves now."""
+    """Raises InputError if a checkpoint has fields other than `fresh`, which the run saves now."""
     saved = state["progress"].keys()
     known = fresh["progress"].keys()
     problems = [f"lacks {name}" for name in fresh.keys() - state.keys()]
@@ -323,7 +323,7 @@ def refuse_other_layout(state: dict, fresh: dict) -> None:
 async def newest(
     checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: dict | None
 ) -> dict:
-    """Loads the newest whole checkpoint into the trainers; returns its state, or {} without one."""
+    """Loads the newest whole checkpoint into the trainers; returns its state, {} if none exists."""
     cfg = checkpoints.cfg
     limit = cfg.timeouts.start
     ranks = list(enumerate(checkpoints.cluster.trainers))

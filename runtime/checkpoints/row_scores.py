@@ -1,7 +1,7 @@
-"""Keeps numbers that are computed once for each row of a run in its folder.
+"""Keeps numbers that are computed once per row in the run's folder.
 
 A line of reference.jsonl holds the numbers of neighbouring rows, and a key of what they were
-computed from. Lines with another key belong to another model or to other rows, and are ignored.
+computed from. Lines with another key belong to another model or other rows, and are ignored.
 """
 
 import json
@@ -20,7 +20,7 @@ LINE = {"key": str, "first": int, "values": [list]}
 
 
 class Scores:
-    """The numbers of a data file's rows, by the place of the row."""
+    """The numbers for a data file's rows, by the row's place."""
 
     def __init__(self, cfg: TrainingSettings, rows: Rows):
         model = lineage.identity(Path(cfg.model))["digest"]

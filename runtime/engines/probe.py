@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 PROMPTS = 8
 LENGTH = 16  # tokens of a prompt
-ANSWER = 32  # tokens: the end of a text ends no answer
+ANSWER = 32  # tokens of each answer: the end of a text does not end it
 CEILING = {"bfloat16": 0.1, "float32": 1e-3}  # nats: kernels differ by less
 FLOOR = {"bfloat16": 0.02, "float32": 1e-5}  # nats: rounding
-TIMES = 4  # the first gap: the limit of later ones
+TIMES = 4  # limit of later gaps, relative to the first
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
@@ -39,7 +39,7 @@ class Probe:
         self.first: float | None = None  # nats
 
     async def gaps(self, engines: "Iterable[ActorHandle]") -> list[float]:
-        """Returns the mean |logp - engine_logp| over the answers of each engine, nats.
+        """Returns the mean |logp - engine_logp| over the answers of each engine, in nats.
 
         Raises EnginesError naming the engines that do not answer.
         """
@@ -75,7 +75,7 @@ class Probe:
                 errors[engine] = error
         if errors:
             raise EnginesError(list(errors), next(iter(errors.values())))
-        answers: list[list[Turn]] = []  # of each engine, one to each prompt
+        answers: list[list[Turn]] = []  # per engine, one answer to each prompt
         for call in calls.values():
             answers.append([turn for (turn,) in call.result()])
         scores = asyncio.gather(*(t.probe_gaps.remote(answers) for t in self.cluster.trainers))

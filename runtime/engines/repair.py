@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from runtime.engines.fleet import Fleet, Received
 
 
-CUT_SECONDS = 2.0  # that an engine may take to notice that an update is over
-LOAD_SECONDS = 5e-4  # more for each tensor: vLLM's loaders load it, and it is read back
+CUT_SECONDS = 2.0  # limit for an engine to notice that an update has ended
+LOAD_SECONDS = 5e-4  # additional time per tensor: vLLM's loaders load it, and it is read back
 HOUR = 3600.0
-MAX_RESTARTS = 3  # times an hour that lost engines are replaced
+MAX_RESTARTS = 3  # times per hour that lost engines are replaced
 
 
 def allowed(fleet: "Fleet") -> bool:
@@ -64,7 +64,7 @@ def settings_of_successors(fleet: "Fleet") -> RunSettings:
     cfg = fleet.cfg
     if not fleet.cluster.shares_gpus():
         return cfg
-    for trainer in fleet.cluster.trainers:  # long before the engine's process looks
+    for trainer in fleet.cluster.trainers:  # long before the engine's process checks the memory
         trainer.call.options(concurrency_group="watch").remote(torch.cuda.empty_cache)
     args = cfg.engine.args
     if fleet.kv_bytes:
@@ -88,7 +88,7 @@ async def end_update(
     """Discards the engines that failed in an update.
 
     `received` are the engines' calls. Returns the first error, once no send is left waiting. An
-    engine from which the update was cut off lives: it waits for the next one. Raises TimeoutError
+    engine that was cut off from the update survives and waits for the next one. Raises TimeoutError
     if a send does not end.
     """
     limit = fleet.cfg.timeouts.sync
@@ -252,7 +252,7 @@ async def join(fleet: "Fleet") -> None:
 
 
 async def member(engine: "ActorHandle", joining: Awaitable[list[int]]) -> list[int]:
-    """Returns the bytes of KV of each worker of an engine, once it has joined.
+    """Returns the KV bytes of each of an engine's workers, once it has joined.
 
     Raises EnginesError if it fails before it could have waited too long for another member.
     """

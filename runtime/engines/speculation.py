@@ -1,4 +1,4 @@
-"""Warns of a drafter (speculative decoding) that ages as the policy moves."""
+"""Warns about a drafter (speculative decoding) that ages as the policy moves."""
 
 import json
 import math
@@ -10,8 +10,8 @@ from pathlib import Path
 from settings.config import RunSettings, TrainingSettings
 
 WEIGHTLESS = {"ngram", "[ngram]", "ngram_gpu", "suffix"}  # methods that look tokens up
-STEPS = 5  # whose mean is compared
-FALL = 0.75  # of the mean that was reported last: below it the next one is reported
+STEPS = 5  # number of steps whose mean is compared
+FALL = 0.75  # fraction of the mean reported last, below which the next one is reported
 MARK = b'"draft_acceptance"'
 
 
@@ -29,7 +29,7 @@ def ageing(cfg: TrainingSettings) -> str:
 
 
 class Acceptance:
-    """The share of accepted drafts, which is compared with that of a run's first steps."""
+    """The share of accepted drafts, compared with the share in a run's first steps."""
 
     def __init__(self, metrics: Path):
         """Reads the steps that the run wrote before it was stopped, from its metrics.jsonl."""

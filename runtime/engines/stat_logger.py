@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Meter(StatLoggerBase):
-    """The counts since the last `take`; vLLM calls `record` after each step of the engine."""
+    """The counts since the last `take`; vLLM calls `record` after each engine step."""
 
     def __init__(self, vllm_config: "VllmConfig | None" = None, engine_index: int = 0):
         self.clear()
@@ -31,7 +31,7 @@ class Meter(StatLoggerBase):
         mm_cache_stats: "MultiModalCacheStats | None" = None,
         engine_idx: int = 0,
     ) -> None:
-        """Adds a step of the engine."""
+        """Adds an engine step."""
         if iteration_stats:
             self.tokens += iteration_stats.num_generation_tokens
             self.preempted += iteration_stats.num_preempted_reqs

@@ -1,4 +1,4 @@
-"""Makes Ray actors of plain classes: how their processes begin and end, and the logs they leave."""
+"""Makes Ray actors from plain classes: how their processes begin and end, and their logs."""
 
 import faulthandler
 import os
@@ -46,7 +46,7 @@ def check_granted() -> None:
 def find_programs() -> None:
     """Puts the programs of this Python's environment first on PATH, as its activation would.
 
-    Without ninja on PATH, vLLM uses no kernel of FlashInfer (vllm/utils/flashinfer.py).
+    Without ninja on PATH, vLLM uses no FlashInfer kernels (vllm/utils/flashinfer.py).
     """
     own = str(Path(sys.executable).parent)
     os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
@@ -88,7 +88,7 @@ def cpus() -> int:
 
 
 def kill(actor: "ActorHandle") -> None:
-    """Ends the process of an actor."""
+    """Ends an actor's process."""
     import ray
 
     ray.kill(actor)
@@ -102,10 +102,10 @@ def cancel(call: "ObjectRef") -> None:
 
 
 def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> "ActorClass":
-    """Makes a Ray actor class of a plain class, extended by `Process`.
+    """Makes a Ray actor class from a plain class, extended by `Process`.
 
-    If the cluster has no GPUs, the actor asks for none and gets the environment of a CPU. `options`
-    are Ray's.
+    If the cluster has no GPUs, the actor asks for none and gets a CPU's environment. `options` are
+    Ray's options.
     """
     import ray
 
@@ -115,7 +115,7 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> "Act
         options["runtime_env"] = {"env_vars": cpu_variables(cfg)}
         gpus = 0
     of_class: dict[str, Any] = {"num_cpus": 0}
-    if "concurrency_groups" in options:  # Ray wants them when the class is made
+    if "concurrency_groups" in options:  # Ray needs them when the class is made
         of_class["concurrency_groups"] = options.pop("concurrency_groups")
     folder = Path(cfg.writes_to) / "logs"
 

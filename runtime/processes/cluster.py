@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Cluster:
-    """The run folder and a Ray cluster, held while `with` lasts, and the actors of a run."""
+    """The run folder and a Ray cluster, held while `with` lasts, and the run's actors."""
 
     def __init__(self, cfg: TrainingSettings, Trainer: type, RolloutWorker: type | None = None):
         self.cfg = cfg
@@ -39,7 +39,7 @@ class Cluster:
         self.RolloutWorker = RolloutWorker  # None without rollouts
         self.trainers: list[ActorHandle] = []  # by rank
         self.senders: list[ActorHandle] = []  # rank 0 and its node-mates, which send the weights
-        self.metas: list[WeightMeta] = []  # of the policy's weights
+        self.metas: list[WeightMeta] = []  # describe the policy's weights
 
     def __enter__(self) -> "Cluster":
         """Claims the run folder and connects to Ray. Raises InputError if either fails."""
@@ -127,7 +127,7 @@ class Cluster:
         return Actor.remote(self.cfg)
 
     def task(self, function: Callable, *args: Any, returns: int = 1) -> Any:
-        """Runs a function in a process of its own, near its data; retries if the process dies.
+        """Runs a function in its own process, near its data; retries if the process dies.
 
         Returns Ray's reference to the result, or a list of as many references as it `returns`.
         """
@@ -142,10 +142,10 @@ class Cluster:
 
 
 def search_rarely() -> None:
-    """Runs the garbage collector rarely, and skips all objects that exist by now.
+    """Runs the garbage collector rarely, and skips all objects that exist now.
 
-    It took half of the driver's time. Reference cycles, which it is for, appear in the driver only
-    after errors.
+    It took half of the driver's time. Reference cycles, which it exists to collect, appear in the
+    driver only after errors.
     """
     gc.freeze()
     gc.set_threshold(1_000_000)

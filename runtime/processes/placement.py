@@ -1,6 +1,6 @@
 """Chooses the node of each engine, trainer rank and teacher rank, and its share of GPUs.
 
-The workers of an engine are on one node, and so are the ranks of a tensor-parallel group: what they
+An engine's workers are on one node, and so are the ranks of a tensor-parallel group: what they
 exchange at every layer must not cross the network. Engines fill whole nodes from the first on,
 trainers from the last. Ray by itself would put consecutive ranks on different nodes.
 """
@@ -23,7 +23,7 @@ LEAST_SHARE = 1e-4  # of a GPU: the smallest share that Ray counts
 
 
 class Shares(NamedTuple):
-    """The GPUs that each actor asks Ray for, and the number of engines that fit on one."""
+    """The GPUs that each actor asks Ray for, and the number of engines that fit on one GPU."""
 
     trainer: float
     engine: float
@@ -32,7 +32,7 @@ class Shares(NamedTuple):
 
 
 def shares(cfg: "TrainingSettings") -> Shares:
-    """Computes the shares of a GPU from `gpu_share`.
+    """Computes the GPU shares from `gpu_share`.
 
     A trainer rank takes more than half of a GPU because NCCL refuses two ranks on one, and Ray by
     itself would fill a GPU with trainer ranks before it takes the next.
@@ -47,10 +47,11 @@ def shares(cfg: "TrainingSettings") -> Shares:
 
 
 def node_mates(cfg: "TrainingSettings", homes: Sequence[str]) -> list[int]:
-    """Returns the other trainer ranks on the node of rank 0; `homes` are the nodes by rank.
+    """Returns the other trainer ranks on rank 0's node; `homes` are the nodes by rank.
 
-    They help rank 0 to send weights: NCCL leaves a node by the network cards of the group's GPUs.
-    [] if GPUs are shared, as gloo sends the weights then, or without GPUs (`homes` are "").
+    They help rank 0 to send weights: NCCL leaves a node through the network cards of the GPUs in
+    the group. Returns [] if GPUs are shared, as gloo sends the weights then, or without GPUs
+    (`homes` are "").
     """
     if cfg.demand.share < 1 or not homes[0]:
         return []
@@ -72,7 +73,7 @@ class ActorOptions(TypedDict, total=False):
 
 
 def on(home: str) -> ActorOptions:
-    """Returns Ray's options of an actor on a node; if that node is lost, another one takes it."""
+    """Returns Ray's options for an actor on a node; if that node is lost, another node takes it."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not home:
@@ -81,7 +82,7 @@ def on(home: str) -> ActorOptions:
 
 
 def of_worker() -> ActorOptions:
-    """Returns Ray's options of a rollout worker: on a CPU node, if the cluster has such nodes."""
+    """Returns Ray's options for a rollout worker: on a CPU node, if the cluster has such nodes."""
     import ray
 
     options = on("")
@@ -102,12 +103,12 @@ class Node(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The nodes in their order, and the node id of each actor; "" leaves the choice to Ray."""
+    """The nodes in order, and the node id of each actor; "" leaves the choice to Ray."""
 
     nodes: list[Node]
     engines: list[str]
     trainers: list[str]
-    beside: Sequence[list[str]] = ()  # of each other network, in the order of `cfg.demand.beside`
+    beside: Sequence[list[str]] = ()  # by network in `cfg.demand.beside`
 
     def free_home(self, taken: Iterable[str]) -> str:
         """Returns a node for one more engine, if the others are on the nodes `taken`."""
@@ -115,7 +116,7 @@ class Places(NamedTuple):
         return min(left, key=self.engines.index, default="")
 
     def in_order(self, found: Sequence[tuple[str, list]]) -> list[int]:
-        """Chooses the trainers for ranks 0, 1, ... by node, then GPU, from the place of each."""
+        """Chooses the trainers for ranks 0, 1, ... by node, then GPU, from each one's place."""
         place = {node.id: i for i, node in enumerate(self.nodes)}
 
         def node_and_gpus(trainer: int) -> tuple[int, list]:

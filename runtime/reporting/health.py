@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from runtime.reporting.rollout_metrics import LIMIT, RECENT, gap
 
-FAIR = 50  # steps of training after which validation should have risen
+FAIR = 50  # training steps after which validation should have risen
 Series = dict[str, list]  # for each metric, and for `step`: its value at each step, or None
 
 
@@ -94,7 +94,7 @@ def progress(series: Series) -> list[Finding]:
     start, first = points[0]
     end, last = points[-1]
     best = max(value for _, value in points)
-    # By more than the noise of a run that has reached its level.
+    # The drop must exceed the noise of a run that has reached its level.
     fell = best - last > max((best - first) / 2, abs(best) / 4)
     form = "{:.3g}" if name == "validation_reward" else "{:.0%}"
     text = names[name]

@@ -131,12 +131,12 @@ class Log:
         Raises RuntimeError if `Slot.record` assigns the groups to another step.
         """
         recorded = {group.slot // self.cfg.prompts_per_step + 1 for group in groups}
-        if recorded != {step}:  # a fork fills its batches in another way
+        if recorded != {step}:  # a fork fills its batches differently
             raise RuntimeError(
                 f"step {step} trains slots that Slot.record gives to {sorted(recorded)}: "
                 "rollouts.jsonl would have the wrong step. Change Slot.record as well"
             )
-        version = 0 if self.cfg.command.rollout_only else step - 1  # that was trained
+        version = 0 if self.cfg.command.rollout_only else step - 1  # the version that was trained
         infos = [group.infos for group in groups]
         tokens = sum(info.tokens for of_group in infos for info in of_group)
         self.trained(step, stats | rollout_metrics(infos, version) | {"batch_tokens": tokens})

@@ -1,4 +1,4 @@
-"""Sums the metrics of training over rows, ranks and updates.
+"""Sums the training metrics over rows, ranks and updates.
 
 Names are taken from NeMo-RL's loss_functions.py; docs/grpo_async.md defines each.
 """
@@ -16,7 +16,7 @@ from policy import Row
 SYNC = ("sync_pause", "sync_transfer", "sync_resume")  # the phases of a weight update
 TOKENS = "tokens/"  # prefix of a sum over kept tokens, which is reported as a mean
 EXTREMES = {"_min": min, "_max": max}  # by the end of a metric's name
-# Metrics of an update that are added up over the updates of a batch.
+# Update metrics that are added up over a batch's updates.
 COUNTS = (
     "num_masked_seqs",
     "num_valid_samples",
@@ -25,7 +25,7 @@ COUNTS = (
     "train_tokens",
     "train_keys",
 )
-# Sums and extremes over all rows of an update that are metrics as they are.
+# Sums and extremes over all rows of an update that serve as metrics unchanged.
 AS_SUMMED = (
     "probs_ratio_min",
     "probs_ratio_max",

@@ -22,7 +22,7 @@ MismatchTable = dict[tuple[str, str], list[float]]
 def mismatch_table(
     samples: "list[Sample]", logp_T: np.ndarray, step: int, limit: float
 ) -> MismatchTable:
-    """Measures how far trainer and engine are apart, by environment, lag and place in the answer.
+    """Measures how far apart trainer and engine are, by environment, lag and place in the answer.
 
     `logp_T` [T] are the trainer's logprobs of the samples, one after the other. Returns for each
     (by, key): the tokens, the tokens of trusted sequences, and sum, summed k3 and maximum of
@@ -164,7 +164,7 @@ def component_metrics(answers: "list[SampleInfo]") -> dict[str, float]:
 
 
 LIMIT = 0.05  # nats at lag 0: exp(0.05) is NeMo-RL's rule of thumb for token_mult_prob_error
-FEW = 0.1  # of the recent tokens: if fewer are at lag 0, their mean is not used
+FEW = 0.1  # share of the recent tokens: if fewer are at lag 0, their mean is not used
 RECENT = 10  # steps whose mean describes the present
 
 

@@ -1,4 +1,4 @@
-"""Computes the speed of a run in the field's units: tokens a second, MFU, shares of waiting."""
+"""Computes a run's speed in the field's units: tokens per second, MFU, shares of waiting."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ KIND = "accelerator_type:"
 
 
 def of_cluster() -> set[str]:
-    """Returns Ray's names of the cluster's kinds of GPUs, such as H100; empty without GPUs."""
+    """Returns Ray's names for the cluster's GPU types, such as H100; empty without GPUs."""
     resources = ray.cluster_resources() if ray.is_initialized() else {}
     if not resources.get("GPU"):
         return set()
@@ -24,25 +24,25 @@ def of_cluster() -> set[str]:
     return kinds or {"of no known kind"}
 
 
-# Tokens of a batch, prompts included; what the trainers computed of the batch; and what all engines
+# A batch's tokens, prompts included; what the trainers computed for the batch; and what all engines
 # did since the last weight update (runtime/engines/stat_logger.py).
 OF_BATCH = ("batch_tokens", "train_tokens", "train_keys")
 COUNTS = (*OF_BATCH, "engine_tokens", "drafts", "draft_tokens", "accepted_draft_tokens")
 
 
 class Speed:
-    """The speed metrics of a run, on GPUs of the kinds of `of_cluster`, or on CPUs."""
+    """A run's speed metrics, on GPUs of the types that `of_cluster` names, or on CPUs."""
 
     def __init__(self, cfg: TrainingSettings, kinds: Collection[str]):
         self.cfg = cfg
         self.gpus = len(placement.gpus(cfg)) if kinds else 0
         known = [gpu for gpu in KNOWN if {gpu.name} == {*kinds}]
-        self.peak = known[0].flops * cfg.policy.ranks if known else 0.0  # FLOPs a second
+        self.peak = known[0].flops * cfg.policy.ranks if known else 0.0  # FLOPs per second
         self.model = read_model(cfg.model) if known else None
         self.drafts = Acceptance(Path(cfg.writes_to, "metrics.jsonl"))
 
     def of(self, step: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics of a step, with metrics of speed instead of COUNTS."""
+        """Returns the metrics of a step, with speed metrics instead of COUNTS."""
         found = {name: value for name, value in step.items() if name not in COUNTS}
         seconds = step.get("step_seconds", 0.0)
         training = step.get("train_seconds", 0.0)

@@ -63,7 +63,7 @@ def summary(cfg: "TrainingSettings") -> list[str]:
 
 
 def last_answer(folder: Path) -> dict | None:
-    """Returns the last validation rollout of a run, else its last one of training, else None."""
+    """Returns a run's last validation rollout, else its last training rollout, else None."""
     path = folder / "rollouts.jsonl"
     if not path.exists():
         return None
@@ -76,7 +76,7 @@ def last_answer(folder: Path) -> dict | None:
 
 
 def in_a_line(text: str) -> str:
-    """Returns the start of a text of the model, without control characters."""
+    """Returns the start of a model's text, without control characters."""
     visible = "".join(letter if letter.isprintable() else " " for letter in text)
     return " ".join(visible.split())[:200]
 

@@ -33,7 +33,7 @@ def validation_metrics(
 
 
 def validation_line(found: dict[str, float]) -> str:
-    """Formats the metrics of an evaluation that are shown."""
+    """Formats the evaluation metrics that are shown."""
     dropped = found.get("validation_dropped", 0)
     of_dropped = f" (dropped prompts: {dropped})" if dropped else ""
     return (

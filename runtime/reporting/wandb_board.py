@@ -14,7 +14,7 @@ from settings.config import TrainingSettings
 
 
 class Board:
-    """The run of W&B for a run folder, new or resumed."""
+    """The W&B run for a run folder, new or resumed."""
 
     def __init__(self, cfg: TrainingSettings, folder: Path):
         self.cfg = cfg
@@ -46,13 +46,13 @@ class Board:
                 self.published.add(marker)
 
     def close(self) -> None:
-        """Publishes the last model and ends the run of W&B."""
+        """Publishes the last model and ends the W&B run."""
         self.publish()
         self.run.finish()
 
 
 def artifact(name: str, kind: str, path: Path) -> "wandb.Artifact":
-    """Makes a reference to a file or a folder, with the lineage of a model."""
+    """Makes a reference to a file or a folder, with a model's lineage."""
     made = wandb.Artifact(name, type=kind, metadata=lineage.read(path))
     made.add_reference(f"file://{path.resolve()}", checksum=False)
     return made

@@ -1,1 +1,1 @@
-"""Prompts on their way to an engine and back: dispatch, retries, outages, evaluation, teachers."""
+"""Takes prompts to an engine and back: dispatch, retries, outages, evaluation, teachers."""

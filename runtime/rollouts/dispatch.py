@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 T = TypeVar("T")
-ATTEMPTS = 3  # of one prompt before it is dropped and its slot gets the next
-CPUS_PER_SUSPECT = 2  # CPUs of the cluster for each worker that runs a suspect alone
+ATTEMPTS = 3  # tries of one prompt before it is dropped and its slot gets the next prompt
+CPUS_PER_SUSPECT = 2  # CPUs in the cluster per worker that runs a suspect alone
 
 
 class Slot(NamedTuple):
@@ -64,10 +64,10 @@ class Tries:
 
     row: dict
     slot: Slot
-    rank: int  # of the worker that gets every try while it lives, because it keeps the drafts
+    rank: int  # rank of the worker that gets every try while it lives, because it keeps the drafts
     failed: int = 0
     is_suspect: bool = False  # its worker died in a try
-    error: BaseException = dataclasses.field(default_factory=BaseException)  # of the last try
+    error: BaseException = dataclasses.field(default_factory=BaseException)  # error of the last try
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class Crew:
     def __init__(self, cfg: RunSettings, cluster: Cluster):
         self.cfg = cfg
         self.cluster = cluster
-        self.outages: Outages | None = None  # from the first report of an outage or a failed call
+        self.outages: Outages | None = None  # set at the first report of an outage or a failed call
         self.ranks: dict[ActorHandle, int] = {}  # living worker -> its number
         self.started: set[ActorHandle] = set()  # the workers that have answered once
         self.watches: set[asyncio.Task] = set()
@@ -107,7 +107,7 @@ class Crew:
     async def of_rank(self, rank: int) -> "ActorHandle":
         """Returns the started worker of a rank; launches one if no worker of the rank lives.
 
-        Raises RunError if ATTEMPTS workers in a row do not start. No row has reached these.
+        Raises RunError if ATTEMPTS workers in a row do not start. No row has reached these workers.
         """
         for _ in range(ATTEMPTS):
             living = [worker for worker, its_rank in self.ranks.items() if its_rank == rank]
@@ -137,7 +137,7 @@ class Crew:
         try:
             asked = worker.call.remote(services.report)
             report = await answer(asked, limit, "a rollout worker")
-            if worker in self.ranks:  # or another call has given it up meanwhile
+            if worker in self.ranks:  # else another call has given it up meanwhile
                 self.receive(worker, report)
                 self.started.add(worker)
         except Exception as error:

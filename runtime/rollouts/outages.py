@@ -25,7 +25,7 @@ class Outages:
         self.troubled: dict[ActorHandle, dict[str, str]] = {}  # reports of what is away, by worker
         self.failures: Counter[str] = Counter()  # by "NAME/REASON", since the last `meters`
         self.since: float | None = None  # when the present outage was first reported
-        self.earlier = 0.0  # seconds of outages that are over
+        self.earlier = 0.0  # seconds of past outages
         self.metered = 0.0  # seconds that `meters` has returned so far
         self.tell_at = -PATIENCE  # when to print a message next
         self.told = False  # whether the present outage was printed
@@ -82,7 +82,7 @@ class Outages:
         return self.earlier + (time.monotonic() - self.since)
 
     def concern(self, row: dict) -> bool:
-        """Returns whether a server is away that the row needs."""
+        """Returns whether a server that the row needs is away."""
         away = self.away()
         if not away:
             return False
@@ -102,7 +102,7 @@ class Outages:
             await asyncio.sleep(LOOK_SECONDS)
 
     def meters(self) -> dict[str, float]:
-        """Returns the seconds without a server and the failed calls since the last call of this.
+        """Returns the seconds without a server and the failed calls since the last call.
 
         A count of 0 is left out.
         """

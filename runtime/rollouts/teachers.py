@@ -1,7 +1,7 @@
-"""Scores groups with teachers on ranks of their own: a queue each, replaced when they die.
+"""Scores groups with teachers on their own ranks: a queue each, replaced when they die.
 
-A teacher scores one batch at a time. The batch is what came first of the groups that wait, up to a
-row for each replica. So the cost of a batch is bounded, and a teacher that is slower than the
+A teacher scores one batch at a time. A batch holds the groups that have waited longest, up to a
+row per replica. So the cost of a batch is bounded, and a teacher that is slower than the
 others scores full rows.
 """
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from settings.distillation import TeacherSettings
 
 
-ATTEMPTS = 3  # failures of a teacher in a row, to start or to score, that end the run
-PAUSE = 1.0  # seconds, for each failure, until the memory of the lost ranks is free
+ATTEMPTS = 3  # consecutive failures of a teacher, to start or to score, that end the run
+PAUSE = 1.0  # seconds per failure until the lost ranks' memory is free
 
 
 class Waiting(NamedTuple):
@@ -41,12 +41,12 @@ class Waiting(NamedTuple):
 
 
 class ScoreCall(NamedTuple):
-    """A rank's call of `score`. Ray keeps the samples; the driver fetches the rest."""
+    """A rank's call to `score`. Ray keeps the samples; the driver fetches the rest."""
 
     share: "Scoring"
     seconds: Ref[float]
-    infos: Ref[list[list[SampleInfo]]]  # of each group; [] from a rank that does not report
-    samples: list[Ref[list[Sample]]]  # of each group, with the teacher's logprobs
+    infos: Ref[list[list[SampleInfo]]]  # infos of each group; [] from a rank that does not report
+    samples: list[Ref[list[Sample]]]  # samples of each group, with the teacher's logprobs
 
 
 class Station:
@@ -54,7 +54,7 @@ class Station:
 
     def __init__(self, name: str, cfg: "TrainingSettings", cluster: Cluster, Teacher: type):
         self.name = name
-        self.cfg = cfg  # with the model and the policy of these ranks
+        self.cfg = cfg  # settings with the model and the policy of these ranks
         self.cluster = cluster
         self.Teacher = Teacher
         self.homes: list[str] = []
@@ -62,8 +62,8 @@ class Station:
         self.queue: deque[Waiting] = deque()
         self.working: asyncio.Task | None = None
         self.watching: asyncio.Task | None = None
-        self.failures = 0  # in a row
-        self.error: RunError | None = None  # once the teacher is given up
+        self.failures = 0  # number in a row
+        self.error: RunError | None = None  # set once the teacher is given up
         self.longest = 0.0  # seconds from a group's end to its score, since the last `take`
         self.busy = 0.0  # seconds of scoring since then
 
@@ -104,7 +104,7 @@ class Station:
                 self.lose(ranks, error)
 
     async def score_batch(self, ranks: "list[ActorHandle]") -> None:
-        """Scores what came first; those groups stay in the queue until that is done."""
+        """Scores the groups that have waited longest; they stay in the queue until that is done."""
         batch = self.next_batch()
         if not batch:
             self.queue.clear()  # all of them were cancelled
@@ -133,7 +133,7 @@ class Station:
                 self.hand_back(batch[g], of_group, samples)
 
     def next_batch(self) -> list[Waiting]:
-        """Returns groups that wait for the checkpoint of the first one, a row for each replica."""
+        """Returns groups that wait for the checkpoint of the first one, a row per replica."""
         waiting = [one for one in self.queue if not one.scored.done()]
         room = self.cfg.policy.row_tokens * self.cfg.policy.replicas
         batch: list[Waiting] = []
@@ -164,7 +164,7 @@ class Station:
         """Ends the ranks, so that others start.
 
         Gives up after ATTEMPTS failures in a row: groups that wait, and groups to come, get a
-        RunError. Gives up at once if a score is not finite: the same network would find the same.
+        RunError. Gives up at once if a score is not finite: the same network would find it again.
         """
         if self.ranks is not ranks:
             return
@@ -251,17 +251,17 @@ class Teachers:
 class Scoring(NamedTuple):
     """A replica's share of the groups that a teacher scores."""
 
-    groups: list[int]  # of the batch, whole ones
-    rows: list[list[Place]]  # which name a group by its place in `groups`
+    groups: list[int]  # indices of whole groups in the batch
+    rows: list[list[Place]]  # packed rows, which refer to a group by its index in `groups`
 
 
 def plan_scoring(groups: "list[list[SampleInfo]]", cfg: "TrainingSettings") -> list[Scoring]:
     """Spreads whole groups over the replicas of a teacher, the heaviest first to the least busy.
 
     A replica returns whole groups, so they need not be joined afterwards. Samples without trained
-    tokens are in no row. All replicas have equally many rows, of which some may be empty.
+    tokens are in no row. All replicas have equally many rows, some of which may be empty.
     """
-    from policy.model_shape import even_length  # and transformers, which takes seconds
+    from policy.model_shape import even_length  # also imports transformers, which takes seconds
 
     layout = cfg.policy
     even = even_length(cfg.model, False)

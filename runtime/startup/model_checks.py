@@ -40,7 +40,7 @@ class Stored(NamedTuple):
 
 
 def lacking(model: str, name: str) -> str:
-    """Returns the message for a model's folder that lacks a file, with what makes the model."""
+    """Returns the message for a model's folder that lacks a file; it names what makes the model."""
     exports = sorted(Path(model).glob("step_*/hf")) if os.path.isdir(model) else []
     if exports:
         return f"model = {model!r}: expected the model of a run, such as {shown(exports[-1])}"

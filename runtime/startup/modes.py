@@ -125,7 +125,7 @@ class RolloutRun(TrainingRun, Protocol[R]):
         """Rolls out all prompts."""
 
     async def take(self, step: int) -> list[Group]:
-        """Returns groups of a step, all or a part; [] if the run is to leave."""
+        """Returns a step's groups, all or some; [] if the run is to leave."""
 
 
 def loops(run: RolloutRun[R]) -> Loops:
@@ -199,11 +199,14 @@ async def evaluate(run: TrainingRun) -> None:
 
 
 async def collect(run: RolloutRun[R]) -> None:
-    """Takes and writes each step's groups; then the next ones may start as if it was trained."""
+    """Takes and writes each step's groups.
+
+    The next ones may then start as if the step had been trained.
+    """
     for step in range(run.cfg.steps):
         began = time.perf_counter()
         groups: list[Group] = []
-        while run.buffer.next_step <= step:  # more than once with train_parts
+        while run.buffer.next_step <= step:  # several times with train_parts
             part = await run.take(step)
             if not part:
                 run.log.note(f"left after {step} steps ({run.leaving})")
@@ -223,7 +226,7 @@ async def collect(run: RolloutRun[R]) -> None:
 
 
 class NoEngines:
-    """The engines of a run without any: nothing is started, and nothing is synchronised."""
+    """Stands in for a run's engines if it has none: nothing is started or synchronised."""
 
     def __init__(self) -> None:
         self.fleet = self
@@ -244,7 +247,7 @@ class NoEngines:
 
 
 def replayed_files(run: RolloutRun[R]) -> list[Path]:
-    """Returns the files to train on, in the order of their steps; prepares the run for them.
+    """Returns the files to train on, in step order; prepares the run for them.
 
     Raises InputError if there are no files, if one does not hold a step's groups, or if one lacks
     the sets of tokens with which truncated sampling is trained.
@@ -254,7 +257,7 @@ def replayed_files(run: RolloutRun[R]) -> list[Path]:
     truncated = resume.truncation(dataclasses.asdict(cfg))
     for path in files:
         try:
-            if path.stat().st_size <= BLOCK:  # damage in others is found when they are read
+            if path.stat().st_size <= BLOCK:  # damage in larger files is found when they are read
                 archive.read_groups(str(path))
             count = archive.count_groups(str(path))
             has_sets = "allowed_T" in archive.columns(str(path))
@@ -277,7 +280,7 @@ def replayed_files(run: RolloutRun[R]) -> list[Path]:
 
 
 def sample_files(source: str) -> list[Path]:
-    """Returns the files of samples in a run folder, in the order of their steps.
+    """Returns a run folder's sample files, in step order.
 
     Raises InputError if the folder has none.
     """

@@ -72,8 +72,8 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 def prepare(cfg: "TrainingSettings") -> None:
     """Checks what can be checked without an actor; prints the run folder, and what will age.
 
-    That is a drafter which no update trains (runtime/engines/speculation.py). Raises InputError as
-    `check` does.
+    What ages is a drafter that no update trains (runtime/engines/speculation.py). Raises InputError
+    as `check` does.
     """
     gc.disable()  # it would search a million objects again and again while libraries load
     try:
@@ -154,7 +154,7 @@ def check_command(cfg: "TrainingSettings") -> None:
 
 
 def check_arguments(cfg: "TrainingSettings") -> None:
-    """Raises InputError for an argument that its library lacks or gives another type."""
+    """Raises InputError for an argument that its library lacks or types differently."""
     values = flatten(cfg)
     for field, declared in DECLARED.items():
         given = values.get(field)
