@@ -1,12 +1,12 @@
-"""Measures the driver at the size of Nemotron 3 Super: 256 x 16 samples a step, 144 engines.
+"""Measures the driver at the size of Nemotron 3 Super: 256 x 16 samples per step, 144 engines.
 
-    python bench/controller.py [STEPS] [BYTES of rollouts.jsonl a group] [TIMES this size]
+    python bench/controller.py [STEPS] [BYTES of rollouts.jsonl per group] [TIMES this size]
 
 The real `Run`, `Engines`, `Dispatcher`, `RolloutBuffer`, `plan_step` and `Log` run against actors
 that do nothing and answer after a few milliseconds, in any order. Seconds are CPU seconds of this
-process. They contain the stubs, whose share has a line of its own: making calls and unpickling what
-they answer, but not their naps. What Ray itself spends on a call does not count, as none is made.
-On a machine with other work, the first decile of the steps says most.
+process. They include the stubs, whose share is a separate line: making calls and unpickling
+replies, but not sleeping. Ray's own cost per call is not included, as no Ray call is made. If the
+machine has other work, the first decile of the steps is the most reliable figure.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ PROMPTS = 256 * TIMES
 ENGINES = 144 * TIMES
 RANKS = 128 * TIMES
 WORKERS = 32 * TIMES
-GOAL = {1: 0.001, 10: 0.01}  # of a step of 60 s
+GOAL = {1: 0.001, 10: 0.01}  # share of a step of 60 s
 SAMPLES = 16
 LONGEST = 65536
 PHASES = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
@@ -86,7 +86,7 @@ class Stubs:
 
     @classmethod
     def timed(cls, method: Callable) -> Callable:
-        """Returns a method of an actor, whose seconds count."""
+        """Returns an actor's method, whose seconds are counted."""
 
         def call(*args):
             began = time.thread_time()
@@ -136,7 +136,7 @@ class Actor:
         return Answer(pickle.dumps(report if function is services.report else ("node", [0])))
 
     def train(self, *args) -> list[Answer]:
-        """Answers with metrics, mismatch table and logprobs of a rank."""
+        """Answers with a rank's metrics, mismatch table and logprobs."""
         return [Answer(pickle.dumps(part)) for part in STEP]
 
     def roll_out(self, *args) -> tuple[Answer, None, Answer]:
@@ -146,9 +146,10 @@ class Actor:
 
 
 def measure(steps: int) -> tuple[np.ndarray, dict[str, float]]:
-    """One run; for each step, when it is planned: CPU seconds, its plan's, the stubs', and bytes.
+    """Measures one run.
 
-    Also the bytes a step of the files that grow.
+    Returns, for each step, when it is planned: CPU seconds, its plan's, the stubs', and the bytes
+    in memory; and the bytes per step of the files that grow.
     """
     marks = []
     plan_step = grpo_async.plan_step

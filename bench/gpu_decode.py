@@ -2,9 +2,9 @@
 
     python bench/gpu_decode.py MODEL [BATCH [TOKENS]]     a folder with config.json
 
-vLLM with the settings of a run and random weights; BATCH prompts of 16 tokens are answered by
-TOKENS each. The second of two rounds is measured, so graphs and kernels are there. The dry run's
-seconds of a step are for decoding BATCH sequences that are half written.
+vLLM runs with a run's settings and random weights; BATCH prompts of 16 tokens get answers of TOKENS
+tokens. The second of two rounds is measured, so that graphs and kernels are ready. The dry run's
+seconds per step are for decoding BATCH half-written sequences.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Checks a machine with GPUs, line by line; bench/gpu_first_hour.sh calls it after installing.
 
-    python bench/gpu_first_hour.py FOLDER [LINE ...]      all lines without names
+    python bench/gpu_first_hour.py FOLDER [LINE ...]      without LINE, all of them
 
 Exit status: 0 if all lines passed, 1 if one failed, else 2: one was skipped.
 
@@ -23,13 +23,13 @@ from typing import NamedTuple
 import psutil  # installed with vLLM
 import torch
 
-Word = str | int | float | Path  # of a command line
+Word = str | int | float | Path  # a word of a command line
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
 DRIVER = 580  # needed by CUDA 13, for which requirements/gpu.txt's torch is built
 FILES = 65536
 KILL_AT = 10  # the step of the run that loses an engine
-MISMATCH = 1.02  # token_mult_prob_error at lag 0
+MISMATCH = 1.02  # largest token_mult_prob_error at lag 0
 SPARE = 256  # MiB by which the memory in use on a GPU varies
 TINY = ["--prompts_per_step", "4", "--group_size", "4", "--max_lag", "0", "--val_period", "0"]
 TINY += ["--data.val", "", "--engine.verify_sync_every", "1", "--sample_period", "0"]
@@ -40,7 +40,7 @@ class Line(NamedTuple):
     """One line of the table."""
 
     work: Callable[["Log"], str]  # returns its findings; raises if it fails
-    gpus: int  # needed
+    gpus: int  # GPUs needed
     seconds: float  # its deadline
 
 
@@ -115,7 +115,7 @@ class Log:
 
 
 def model(log: Log) -> Path:
-    """Makes a folder with a model of random weights; the tiny one without a GPU."""
+    """Makes a folder with a random-weight model; the tiny one without a GPU."""
     log.run(sys.executable, "launch/make_tiny.py")
     if not GPUS:
         return ROOT / "models/tiny"
@@ -157,7 +157,7 @@ def trained(log: Log, steps: int, *flags: Word) -> str:
 
 
 def beside(planned: str, step: dict) -> str:
-    """Compares the seconds of a step and of its update in the dry run and in the last step."""
+    """Compares the seconds per step and per update in the dry run and in the last step."""
     names = ("= step", "weight update")
     said = {name: re.search(rf"^  {name} +([\d.,]+)", planned, re.M)[1] for name in names}
     took = {"= step": step["step_seconds"], "weight update": step["sync_transfer"]}
@@ -244,13 +244,13 @@ def trainer(log: Log) -> str:
 
 @line(gpus=0, seconds=900)
 def decode(log: Log) -> str:
-    """Tokens a second of an engine, against the dry run."""
+    """An engine's tokens per second, against the dry run."""
     return log.run(sys.executable, "bench/gpu_decode.py", model(log)).splitlines()[-1]
 
 
 @line(gpus=0, seconds=900)
 def experts(log: Log) -> str:
-    """An update of many tensors, the experts of a real engine: by vLLM's loaders, and copied."""
+    """An update of many tensors, a real engine's experts: by vLLM's loaders, and copied."""
     sizes = () if GPUS else (8, 2)
     said = log.run(sys.executable, "bench/reload.py", *sizes).splitlines()
     rows = [text.split() for text in said[-2:]]
@@ -288,7 +288,7 @@ def drafts(log: Log) -> str:
 
 @line(gpus=2, seconds=900)
 def truncated(log: Log) -> str:
-    """An engine samples with top_p, and the trainer normalises over what it chose among."""
+    """An engine samples with top_p; the trainer normalises over the tokens that it chose among."""
     return trained(log, 5, "--gpu_share", 1, "--sampling.top_p", 0.95)
 
 
@@ -321,7 +321,7 @@ def killed_engine(log: Log) -> str:
         log.until(lambda: running.poll() is not None, "the run to save and leave")
         if code := running.wait():
             raise RuntimeError(f"status {code} after SIGTERM")
-        # Before program() ends what is left: an orphan must be seen.
+        # Check before program() ends the leftover processes, so that an orphan is noticed.
         log.ends = time.monotonic() + 60
         log.until(lambda: given_back(log, before), f"GPUs to hold {before} MiB: an orphan has more")
     said = agreed(log.steps())

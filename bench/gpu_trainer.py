@@ -1,11 +1,11 @@
 """Measures a step of policy/fsdp.py on one GPU: tokens/s, MFU against a measured matmul, memory.
 
-    python bench/gpu_trainer.py [ATTENTION...]     each as policy.attention; auto without any
+    python bench/gpu_trainer.py [ATTENTION...]     each as policy.attention; default: auto
 
 Needs torch, transformers, triton and safetensors alone; weights are random. Rows are packed with
-sequences of 8,192 tokens. MFU counts the forward and backward pass of the network once, 6 FLOPs a
-parameter and token and 6 n^2 Q a layer and sequence of n tokens for causal attention, not what
-checkpointing computes again. On a CPU it checks itself on tiny sizes.
+sequences of 8,192 tokens. MFU counts the forward and backward pass of the network once, 6 FLOPs per
+parameter and token and 6 n^2 Q per layer and sequence of n tokens for causal attention, without
+the recomputation of checkpointing. On a CPU it checks itself on tiny sizes.
 """
 
 import gc
@@ -52,7 +52,7 @@ def models() -> dict:
 
 
 def timed(work) -> float:
-    """Measures the seconds of the second of two calls."""
+    """Measures the seconds that the second of two calls takes."""
     synchronize = torch.cuda.synchronize if GPU else lambda: None
     for _ in range(2):
         synchronize()
@@ -82,7 +82,7 @@ def train_flops(config, lm, tokens: int) -> float:
 
 
 def full_logits(model, row: random_rows.Row) -> torch.Tensor:
-    """Computes all logits at once, which the chunked head replaces."""
+    """Computes all logits at once, which the chunked head avoids."""
     lm = model.lm
     hidden = lm.get_decoder()(
         input_ids=row.tokens_T[None], position_ids=row.positions_T[None], use_cache=False
@@ -103,7 +103,7 @@ class RandomPolicy(FSDPPolicy):
 
 def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> None:
     """Prints the line of one model and row length."""
-    # In the place of PolicySettings, which needs pydantic.
+    # In place of PolicySettings, which needs pydantic.
     rates = {"lr": 1e-6, "warmup_lr": 1e-6, "warmup_steps": 0, "weight_decay": 0.0}
     rates |= {"lr_schedule": "constant", "min_lr": 0.0, "betas": (0.9, 0.999)}
     rates |= {"max_grad_norm": 1.0, "lora_rank": 0, "recomputes": True}
@@ -122,7 +122,7 @@ def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> N
         trained.optimizer_step()
 
     def cost(forward=None) -> tuple[float, float]:
-        """Measures seconds, and the peak of memory in GiB."""
+        """Measures seconds, and peak memory in GiB."""
         if GPU:
             torch.cuda.reset_peak_memory_stats()
         try:

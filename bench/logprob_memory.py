@@ -2,12 +2,12 @@
 
     python bench/logprob_memory.py [--tokens 8192 --vocab 131072 --hidden 1024 --chunk 1024]
 
-plain is `(hidden @ W.T).float().log_softmax(-1).gather(...)`. truncated is chunked where each token
-was chosen among 512, as many as top_p leaves at most by default (policy/allowed_tokens.py). liger
-is Liger Kernel's fused loss, where that package and a GPU are: it sums, and takes no weight per
-token. Each runs in a process of its own, on the GPU in bf16 if there is one, else on the CPU in
-float32, where plain needs 14 GB at the default sizes. Peak is what the computation adds to its
-inputs, gradients included; a small run before it pays for what a library allocates once.
+plain is `(hidden @ W.T).float().log_softmax(-1).gather(...)`. truncated is chunked with each token
+chosen among 512, the most that top_p leaves by default (policy/allowed_tokens.py). liger is Liger
+Kernel's fused loss, if that package and a GPU are available: it sums, and takes no per-token
+weights. Each method runs in its own process, on the GPU in bf16 if there is one, else on the CPU in
+float32, where plain needs 14 GB at the default sizes. Peak is the memory that the computation adds
+to its inputs, gradients included; a small run before it makes a library's one-time allocations.
 """
 
 import importlib.util

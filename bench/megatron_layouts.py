@@ -2,12 +2,12 @@
 
     python bench/megatron_layouts.py        3 minutes on two cores; needs no model, no GPU
 
-Small random models train two rows a replica under policy/megatron on gloo, with tests/cpu in the
-place of CUDA. Sent are the tensors given to torch.distributed, by the ring algorithms' count, the
-mean of all ranks; held are the most bytes of tensors alive at once, on the fullest rank. Counted is
-what --dry_run prints (dry_run/megatron_sizes.py), in float32. Exits with 1 where measured / counted
-is not within 0.9 to 1.1. Of the hybrid nothing is said about memory: on a CPU its Mamba kernel is a
-loop over tokens that keeps every state.
+Small random models train two rows per replica under policy/megatron on gloo, with tests/cpu in
+place of CUDA. "Sent" counts the tensors given to torch.distributed, as ring algorithms send them,
+as a mean over all ranks; "held" is the peak of the bytes of tensors alive at once, on the fullest
+rank. "Counted" is what --dry_run prints (dry_run/megatron_sizes.py), in float32. Exits with 1 if
+measured / counted is not within 0.9 to 1.1. The hybrid's memory is not compared: on a CPU its Mamba
+kernel is a loop over tokens that keeps every state.
 """
 
 import sys
@@ -39,7 +39,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 MAMBA = {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2}
 MAMBA |= {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
 MAMBA |= {"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 128, "moe_latent_size": 64}
-MODELS = {  # and tokens of a row
+MODELS = {  # configuration and tokens per row
     "dense": (lambda: transformers.Qwen3Config(**SHAPE, num_hidden_layers=2), 1024),
     "experts": (
         lambda: transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=8, num_hidden_layers=2),
@@ -120,7 +120,7 @@ def settings(model: str, layout: dict, world: int) -> tuple[Config, int]:
 
 
 def work(job: dict, _: Path) -> list:
-    """[model, checkpointing, the means over the ranks, of memory the most] of all that is asked."""
+    """Returns [model, checkpointing, the ranks' means, for memory their maximum] for each job."""
     every = []
     for model in job["models"]:
         cfg, tokens = settings(model, job["layout"], job["world"])
@@ -137,7 +137,7 @@ def arithmetic(cfg: Config) -> dict[str, float]:
     """Returns the bytes that are counted for a layout, and memory if it is counted."""
     shape = counted.read_shape(cfg.model, cfg.policy)
     every = counted.token_bytes(shape, cfg.policy, FLOAT32)
-    if not cfg.policy.activation_checkpointing:  # it does not change an update
+    if not cfg.policy.activation_checkpointing:  # checkpointing does not change an update
         every |= counted.step_bytes(shape, cfg.policy, FLOAT32)
     if "M" in shape.layers:
         return every

@@ -2,10 +2,11 @@
 
     python bench/nemotron_h.py [megatron | transformers]
 
-By policy/megatron on one rank if Transformer Engine and mamba-ssm are here, else transformers' own
-modelling code and torch's AdamW. That shows the model's kernels and dtypes, but not our trainer. A
-loaded model must be bitwise what was saved. Its next step must be as without saving except for what
-kernels round: a checkpoint without moments moves weights elsewhere. On a CPU Megatron is float32.
+Trains with policy/megatron on one rank if Transformer Engine and mamba-ssm are installed, else with
+transformers' own modelling code and torch's AdamW, which tests the model's kernels and dtypes, but
+not our trainer. A loaded model must be bitwise what was saved. Its next step must match the step
+without saving up to the rounding of kernels: a checkpoint without moments moves weights elsewhere.
+On a CPU Megatron is float32.
 """
 
 import sys
@@ -24,8 +25,8 @@ from support.tiny_models import ROUTED, nemotron  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LR = 0.01  # large enough to move bf16
-ROW = (96, 48, 512)  # tokens of a row, tokens of a sequence, vocabulary
-APART = 0.1  # difference allowed between two equal steps, over a step's length
+ROW = (96, 48, 512)  # tokens per row, tokens per sequence, vocabulary
+APART = 0.1  # allowed difference between two equal steps, relative to a step's length
 
 
 class ByMegatron:
@@ -43,7 +44,7 @@ class ByMegatron:
         self.policy.optimizer_step()
 
     def saved(self, folder: str, model: str) -> "ByMegatron":
-        """Saves a checkpoint; returns another one that continues from it."""
+        """Saves a checkpoint; returns another trainer that continues from it."""
         self.policy.save(folder)()
         made = ByMegatron(model)
         made.policy.load(folder)
@@ -68,7 +69,7 @@ class ByTransformers:
         self.optimizer.zero_grad()
 
     def saved(self, folder: str, model: str) -> "ByTransformers":
-        """Saves a checkpoint; returns another one that continues from it."""
+        """Saves a checkpoint; returns another trainer that continues from it."""
         self.lm.save_pretrained(folder)
         torch.save(self.optimizer.state_dict(), f"{folder}/optimizer.pt")
         made = ByTransformers(folder)
@@ -80,7 +81,7 @@ class ByTransformers:
 
 
 def apart(one: dict, other: dict) -> float:
-    """Returns the length of the difference of all weights."""
+    """Returns the norm of the difference between all weights."""
     squares = (float((one[name].double() - other[name].double()).square().sum()) for name in one)
     return sum(squares) ** 0.5
 

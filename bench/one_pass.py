@@ -1,17 +1,17 @@
-"""Measures trainer seconds of a batch: one pass, as in grpo_async.py, against the recipe's two.
+"""Measures trainer seconds per batch: one pass, as in grpo_async.py, against the recipe's two.
 
     python bench/one_pass.py [REPETITIONS]
 
 NeMo-RL's recipe for Nemotron 3 Super computes the logprobs of the whole batch before it trains, for
 the sequence-error filter, the importance weights and the divisor. With one update per batch the
 training forward computes the same logprobs again. One pass is the trainer as shipped, metrics
-included; `two_passes` is the recipe, written here by hand. Each has a policy of its own and trains
+included; `two_passes` is the recipe, written here by hand. Each has its own policy and trains
 the same batches in turn; the gradients and weights of both must stay equal to rounding.
 
 The policy is a random Qwen3 under FSDP2, one rank, one CPU thread, with activations recomputed as
-in the recipe. Seconds are CPU time, so that other work on the machine spoils them little. The
-filter drops one sequence, and some weights are truncated. The dropped one has an advantage: one
-without is not computed by ours, so it cannot fail the filter and stays in the divisor.
+in the recipe. Seconds are CPU time, so that other work on the machine hardly affects them. The
+filter drops one sequence, and some weights are truncated. The dropped sequence has an advantage:
+our trainer skips sequences without one, so these cannot fail the filter and stay in the divisor.
 """
 
 import sys
@@ -42,7 +42,7 @@ LENGTHS = (384, 320, 192, 128)  # tokens of a group's samples: two groups fill a
 PROMPT = 32
 SIZE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 4096}
 SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-ROUNDING = 1e-4  # difference of the gradients that is allowed, relative to their norm
+ROUNDING = 1e-4  # allowed difference between the gradients, relative to their norm
 
 
 def two_passes(policy: Policy, rows: list[Batch]) -> None:
@@ -102,7 +102,7 @@ def flat(tensors: Iterable[DTensor]) -> Tensor:
 
 
 def gradient(policy: FSDPPolicy) -> Tensor:
-    """Returns AdamW's mean of the gradients so far."""
+    """Returns AdamW's running mean of the gradients."""
     return flat(policy.optimizer.state[p]["exp_avg"] for p in policy.model.parameters())
 
 
@@ -113,7 +113,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         Qwen3ForCausalLM(Qwen3Config(**SIZE)).save_pretrained(folder)
-        # Clipping the norm of the gradients would hide a wrong divisor.
+        # Clipping the gradient norm would hide a wrong divisor.
         settings = {"row_tokens": 2 * sum(LENGTHS), "max_grad_norm": 1e9}
         ours = Config(model=folder, policy=settings)
         recipe = Config(model=folder, policy=settings, loss={"skip_zero_advantage": False})

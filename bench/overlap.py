@@ -3,8 +3,8 @@
     python bench/overlap.py [STEPS]
 
 Both runs train with a learning rate of zero, so that every step has the same work. The synchronous
-run shows how long each side takes alone; the efficiency of the asynchronous one is the longer of
-the two over the time of a step.
+run shows how long each side takes alone; the asynchronous run's efficiency is the longer of the two
+times over its time per step.
 """
 
 import json

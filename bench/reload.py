@@ -2,10 +2,10 @@
 
     python bench/reload.py [EXPERTS [LAYERS]]
 
-A real vLLM engine of a small mixture of experts gets the same policy again and again, by its own
-receiver; only the network is left out. EXPERTS in each of LAYERS (128 and 4: 1,536 tensors of
-experts). Printed: microseconds of CPU per tensor of the whole policy, the median of some updates,
-for updates that read back one parameter in 32, and for verified updates.
+A real vLLM engine with a small mixture of experts gets the same policy again and again, through its
+own receiver; only the network is left out. EXPERTS in each of LAYERS (128 and 4: 1,536 expert
+tensors). Prints CPU microseconds per tensor of the whole policy (the median over several updates),
+for updates that read back one parameter in 32 and for verified updates.
 """
 
 import os
@@ -61,7 +61,7 @@ class Measured(WeightReceiver):
         return None if self.by_loaders else super().asked(model)
 
     def update(self, verify: bool, by_loaders: bool) -> float:
-        """Measures the seconds of CPU of one update."""
+        """Measures the CPU seconds of one update."""
         arriving = iter(self.sent)
         done = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
@@ -105,7 +105,7 @@ def main(experts: int = 128, layers: int = 4) -> None:
             return 1e6 * statistics.median(took) / count
 
         rows = [(kind, cost(kind == "verified", True)) for kind in ("sampled", "verified")]
-        engine.collective_rpc("update", args=(True, False))  # to know its copies
+        engine.collective_rpc("update", args=(True, False))  # so that it knows its copies
         rows = [(*row, cost(row[0] == "verified", False)) for row in rows]
     print(f"{count:,} tensors; us of CPU a tensor   vLLM's loaders   copies")
     for kind, slow, fast in rows:

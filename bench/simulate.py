@@ -8,9 +8,9 @@
 
 The buffer, the two loops, the choice and replacement of engines, the packing plan and the order of
 a weight update are the product's own code. Engines, trainers, transfers, environments, judges and
-faults are simulated; their pace is that of --dry_run. CONFIG and OVERRIDES are those of
-grpo_async.py. The last line says what binds a step, and the best of some changes, each simulated.
-docs/scale.md has the assumptions, and what came out for the stages of Nemotron 3 Super.
+faults are simulated; their pace is that of --dry_run. CONFIG and OVERRIDES are as for
+grpo_async.py. The last line gives what binds a step, and the best of some changes, each simulated.
+docs/scale.md has the assumptions, and the results for the stages of Nemotron 3 Super.
 """
 
 import argparse
@@ -45,14 +45,14 @@ from support import shapes  # noqa: E402
 
 STEPS = 24
 ROUND = 200_000  # objects that a run makes before Python looks for garbage; it makes little
-TRIED = 14  # steps of a change that is tried, in addition to max_lag
-WORTH = 0.95  # a change that leaves more of a step is not named
-BIG = 60e9  # parameters: such a model is of the recipe's stages
-AGENT = "swe2"  # in the name of a configuration whose answers are episodes of an agent
+TRIED = 14  # steps that a tried change is simulated for, in addition to max_lag
+WORTH = 0.95  # share of a step: a change that leaves more of it is not named
+BIG = 60e9  # parameters: a model this large is from the recipe's stages
+AGENT = "swe2"  # part of the name of a configuration whose answers are an agent's episodes
 USUAL = {"turns": 1, "tool": 0.0, "judge": 0.0}
-# Assumed of those: answers, the seconds of a command, and of a fresh box with its tests.
+# Assumed for agent episodes: answers, and the seconds of a command and of a fresh box with tests.
 AGENTS = {"turns": 50, "tool": 5.0, "judge": 120.0}
-MTP = 1.5  # assumed if drafts are tried: tokens per step of an engine that is nearly empty
+MTP = 1.5  # assumed if drafts are tried: tokens per step of a nearly empty engine
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -68,18 +68,18 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("config", nargs="?", default="configs/rlvr1.py", help="a file of overrides")
     add("--steps", type=int, default=STEPS, help="steps to simulate")
     faults = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
-    add("--faults", default="", metavar="KIND=N", help=f"N of a kind an hour, in a run ({faults})")
+    add("--faults", default="", metavar="KIND=N", help=f"N of a kind per hour, in a run ({faults})")
     add("--mean", type=float, default=0, help="tokens of a response (a quarter of the longest)")
-    add("--spread", type=float, default=1.0, help="of the logarithm of its tokens")
+    add("--spread", type=float, default=1.0, help="spread of the logarithm of its tokens")
     add("--lengths", default="", metavar="FILE", help="a rollouts.jsonl whose lengths are drawn")
     add("--prompt", type=int, default=1000, help="tokens of a prompt")
-    add("--turns", type=int, help="into which a response is cut (1; SWE 2: 50)")
-    add("--tool", type=float, help="seconds of a tool between two turns (0; SWE 2: 5)")
-    add("--environment", type=float, default=0, help="seconds of the environment, each answer")
-    add("--judge", type=float, help="seconds of the judge, each answer (0; SWE 2: 120)")
+    add("--turns", type=int, help="turns into which a response is cut (1; SWE 2: 50)")
+    add("--tool", type=float, help="seconds per tool call between two turns (0; SWE 2: 5)")
+    add("--environment", type=float, default=0, help="environment seconds per answer")
+    add("--judge", type=float, help="judge seconds per answer (0; SWE 2: 120)")
     add("--judged_at_once", type=int, default=10**9, help="answers that judges take at once")
     add("--mfu", type=float, default=pace.MFU, help="share of their peak that trainers reach")
-    add("--drafts", type=float, default=1, help="tokens of an engine's step in the tail, by MTP")
+    add("--drafts", type=float, default=1, help="tokens per engine step in the tail, by MTP")
     add("--table", default="", metavar="FILE", help="JSON: [[batch, context, seconds], ...]")
     add("--page", default="", metavar="FILE", help="a picture of some steps (.html)")
     add("--splits", type=int, default=0, help="try this many splits of the same GPUs")
@@ -142,7 +142,7 @@ def check(given: argparse.Namespace) -> None:
 
 
 def work_of(cfg: Config, given: argparse.Namespace, model: Model) -> Workload:
-    """Makes the workload of the options. Raises InputError for a value that does not fit."""
+    """Makes the workload from the options. Raises InputError for a value that does not fit."""
     limit = min(cfg.sampling.max_response_tokens, cfg.sampling.max_model_len - given.prompt)
     if limit < 2:
         raise InputError(f"--prompt {given.prompt} leaves {limit} tokens for a response")

@@ -9,7 +9,7 @@ without an update, in pairs), requests lost, prompts prefilled twice, and how ti
 last updates compare with the first.
 
 `traffic` counts what each process receives in one update, against the least: RANKS trainer ranks
-(4), MATES of them in the group next to rank 0 (0), and WORKERS of engines (2) that load nothing.
+(4), MATES of them in the group next to rank 0 (0), and engine WORKERS (2) that load nothing.
 
 Flags are grpo_async.py's: with --policy.lora_rank 8 updates carry adapters alone.
 """
@@ -70,7 +70,7 @@ def counter(name: str) -> float:
 
 
 class Load:
-    """Streams that restart as soon as they end, each with a prompt of its own."""
+    """Streams that restart as soon as they end, each with its own prompt."""
 
     def __init__(self, generator):
         self.generator = generator
@@ -149,7 +149,7 @@ async def main() -> None:
     streams = [
         asyncio.ensure_future(load.stream(i)) for i in range(cfg.engine.arguments["max_num_seqs"])
     ]
-    await asyncio.sleep(2)  # warm
+    await asyncio.sleep(2)  # warm-up
 
     async def window(work: Awaitable[Done]) -> tuple[float, Done]:
         began = time.perf_counter()

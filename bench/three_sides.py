@@ -2,9 +2,9 @@
 
     python bench/three_sides.py [STEPS]
 
-Three sides do not fit two cores. So each side sleeps until its tokens have taken a set time, as in
-`bench/simulate.py --validate`. Trainer and teacher take as long for a token.
-The ratio is that of a step to the slower of trainer and teacher; 1 is the best. An engine counts as
+Two cores are too few for three sides. So each side sleeps until its tokens have taken a set time,
+as in `bench/simulate.py --validate`. Trainer and teacher take equally long per token. The ratio is
+a step's time over that of the slower of trainer and teacher; 1 is the best. An engine counts as
 busy while it has an answer to write.
 """
 
@@ -37,7 +37,7 @@ def configured(folder: Path, lag: int, parts: int, steps: int) -> Config:
 
 
 def measure(cfg: Config) -> dict[str, float]:
-    """Returns mean seconds of a step between filling and draining, and of each side within it."""
+    """Returns mean seconds per step between filling and draining, and per side within a step."""
     program = Program(cfg, script="bench/simulation/paced_mopd.py").succeeds(600)
     steps = program.steps()
     began = (program.folder / "metrics.jsonl").stat().st_mtime - steps[-1]["seconds"]

@@ -1,10 +1,10 @@
-r"""A tiny model learns to use a Python interpreter, with the real vLLM, Ray, sandbox and verifier.
+r"""Teaches a tiny model to use a Python interpreter, with the real vLLM, Ray, sandbox and verifier.
 
     python bench/tool_use.py FOLDER [STEPS]
 
 Makes a model of a million parameters in the folder, in a minute or two, and trains it on sums, in
-ten minutes on four cores. It has imitated a careless teacher, who guesses three sums of ten, and of
-the others skips a digit in fourteen of what he copies:
+ten minutes on four cores. The model has imitated a careless teacher, who guesses three sums in ten,
+and in the others skips one in fourteen of the digits that it copies:
 
     user         312+600
     assistant    <tool_call>{"name": "...", "arguments": {"code": "312+600"}}</tool_call>
@@ -12,7 +12,7 @@ the others skips a digit in fourteen of what he copies:
     assistant    \boxed{912}
 
 What is left to learn is to ask, and to copy each digit. Prints, for every tenth step, the reward,
-how many episodes called the interpreter, and how many of those were right.
+how many episodes called the interpreter, and how many of these were right.
 """
 
 import itertools
@@ -44,7 +44,7 @@ TEMPLATE = (
 )
 PARAMETERS = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
 TOOLS = [{"type": "function", "name": TOOL, "parameters": PARAMETERS}]
-SLIP, GUESS = 0.07, 0.3  # of digits and of sums
+SLIP, GUESS = 0.07, 0.3  # share of digits, share of sums
 CONFIG = '''"""Sums, with Python at hand."""
 from configs.tiny import *
 
@@ -67,7 +67,7 @@ def sums(seed: int) -> Iterator[tuple[int, int]]:
 
 
 def write_rows(path: Path, pairs: Iterator[tuple[int, int]]) -> None:
-    """Yields rows of the environment python_tool."""
+    """Writes rows of the environment python_tool."""
     rows = []
     for a, b in pairs:
         prompt = {"input": [{"role": "user", "content": f"{a}+{b}"}], "tools": TOOLS}

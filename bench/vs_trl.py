@@ -7,8 +7,8 @@ every position: response lengths are geometric with mean 30, cut at 256. Prompts
 (16 x 16, one optimizer step) and float32 are the same too. The learning rate is nearly zero, so
 that the work stays the same, and ours trains on samples without advantage as TRL does.
 
-Ours runs as shipped, in a copy of this folder with one more environment. TRL gets a virtual
-environment of its own ($BENCH_VENV or .venv-bench), made by this script of requirements/bench.txt.
+Ours runs as shipped, in a copy of this folder with one more environment. TRL gets its own virtual
+environment ($BENCH_VENV or .venv-bench), which this script makes from requirements/bench.txt.
 Its settings are tried for some steps each; the fastest one is measured between two runs of ours.
 """
 
@@ -93,7 +93,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def row_of(word: str) -> dict:
-    """Makes a row of our environment."""
+    """Makes a row for our environment."""
     chat = [{"role": "user", "content": f"reverse {word}"}]
     return {"responses_create_params": {"input": chat}, "agent_ref": {"name": "vowels"}}
 
@@ -117,12 +117,12 @@ def save_model(folder: Path, rows: list[dict], **settings) -> None:
 
 
 def fit_eos(model, prompts, eos: int) -> None:
-    """Sets the embedding of EOS so that its probability is 1 / MEAN wherever the model gets to."""
+    """Sets EOS's embedding so that its probability is 1 / MEAN wherever the model gets to."""
     import torch
 
     table_VH = model.get_input_embeddings().weight
     with torch.no_grad():
-        for _ in range(2):  # what it gets to depends on EOS a little
+        for _ in range(2):  # where it gets to depends on EOS a little
             tokens_BT = model.generate(**prompts, do_sample=True, top_k=0, max_new_tokens=128)
             hidden_BTH = model.model(tokens_BT).last_hidden_state
             h_NH = hidden_BTH[:, prompts["input_ids"].shape[1] :].flatten(0, 1)
@@ -192,7 +192,7 @@ def prompts():
 
 
 def run_trl(folder: Path, name: str, steps: int) -> dict:
-    """Runs TRL in one of its settings."""
+    """Runs TRL with one of its settings."""
     variables, settings = TRL[name]
     env = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"} | variables
     command = [VENV / "bin" / "python", __file__, "--trl", str(steps), json.dumps(settings)]
@@ -218,7 +218,7 @@ def copy_ours(folder: Path, config: str = OURS, name: str = "vs_trl") -> None:
 def run_ours(folder: Path, steps: int) -> dict:
     """Runs grpo_async.py and sums up what it logs.
 
-    Left out is the last step, during which there is nothing more to generate.
+    The last step is left out, as nothing more is generated during it.
     """
     shutil.rmtree(folder / "run", ignore_errors=True)
     command = [sys.executable, "grpo_async.py", "--config", "configs/bench.py"]

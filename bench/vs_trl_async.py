@@ -14,12 +14,12 @@ TRL nothing. Ours is the driver, engine, rollout worker and weight sync as shipp
 this folder, with a `train_step` that sleeps.
 
 Both engines have the same settings and the same logits processor, `Paced`. It ends each answer at a
-length of one log-normal distribution, half of whose variance belongs to the prompt, as answers to a
-hard question are long more often. It lets no engine step take less than 12 ms, so that the engine
-and not this machine is the limit, as with an accelerator. TRL is measured with as many requests in
-flight as the engine has seats, and with its default, max_staleness * batch, of which many wait in
-the server's queue and age there. Lag is counted from a group's dispatch, which is all that TRL
-knows; in brackets ours from the first token.
+length drawn from one log-normal distribution, half of whose variance belongs to the prompt, as hard
+questions tend to get long answers. It lets no engine step take less than 12 ms, so that the engine
+and not this machine is the limit, as with an accelerator. TRL is measured with one request in
+flight per engine seat, and with its default, max_staleness * batch, of which many wait in the
+server's queue and age there. Lag is counted from a group's dispatch, the only time that TRL
+records; our lag counted from the first token is in brackets.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ try:
 except ImportError:  # TRL's environment has no vLLM
     LogitsProcessor = object
 
-FOLDER = Path(os.environ.get("BENCH_FOLDER", "."))  # of the inputs and of what a run writes
+FOLDER = Path(os.environ.get("BENCH_FOLDER", "."))  # holds the inputs and what a run writes
 LAGS = (1, 4)  # TRL's max_staleness, our max_lag
 STEPS = 12  # measured
 P = 8
@@ -61,7 +61,7 @@ SPREAD = math.sqrt(0.5)  # standard deviation of the log of a length, of prompts
 LONGEST = 192  # every 150th answer is cut off here
 TRAIN = 1.25  # seconds for 64 samples, as generation has: 64 / 16 seats * 26 tokens * 12 ms
 STILL = 0.1  # seconds without an engine step that count as idle
-EOS = 1  # of launch/tiny_model.py's tokenizer
+EOS = 1  # id in launch/tiny_model.py's tokenizer
 FAULTS = {8: "request", 12: "reward"}  # step -> what fails once, in a run with faults
 ENGINE = {  # vLLM's arguments on both sides
     "max_num_seqs": SEATS,
@@ -103,7 +103,7 @@ def score(text: str) -> float:
 
 
 class Paced(LogitsProcessor):
-    """Answers of given lengths, engine steps of a given time, and a log of those steps."""
+    """Gives answers set lengths and engine steps a set time, and logs these steps."""
 
     def __init__(self, *_) -> None:
         self.rows: dict[int, tuple[int, list[int]]] = {}
@@ -112,14 +112,14 @@ class Paced(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, _) -> None:
-        """vLLM asks this of every request: a place to let one fail."""
+        """Lets one request fail; vLLM calls this for every request."""
         fail_once("request")
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def update_state(self, batch_update) -> None:
-        """vLLM calls this once in each engine step."""
+        """Paces the engine; vLLM calls this once per engine step."""
         process_dict_updates(self.rows, batch_update, self.draw)
         time.sleep(max(0.0, self.last + PACE - time.time()))
         self.last = time.time()
@@ -129,7 +129,7 @@ class Paced(LogitsProcessor):
             self.flushed = self.last
 
     def draw(self, params, prompt: list[int], output: list[int]) -> tuple[int, list[int]] | None:
-        """The length of a new request's answer, and the list that its tokens will be in.
+        """Returns the length of a new request's answer, and the list that will hold its tokens.
 
         None for the probe by which our driver compares engines and trainer: it has to stay as is.
         """
@@ -149,14 +149,14 @@ class Paced(LogitsProcessor):
 
 
 class Record:
-    """The record of what a side has trained, step by step."""
+    """A record of what a side has trained, step by step."""
 
     def __init__(self, faults: bool):
         self.faults = faults
         self.steps: list[dict] = []
 
     def step(self, lengths: list[int], lags: list[int], dropped: list[int]) -> None:
-        """A batch is there: its samples' lengths and lags, and the lengths of those discarded."""
+        """Records a batch: its samples' lengths and lags, and the lengths of discarded samples."""
         if self.faults and len(self.steps) in FAULTS:
             (FOLDER / FAULTS[len(self.steps)]).touch()
         row = {"lengths": lengths, "lags": lags, "dropped": dropped, "first": [], "sync": 0.0}
@@ -171,7 +171,7 @@ class Record:
 
 
 def vowels(completions, **_) -> list[float]:
-    """The reward function, as TRL wants it."""
+    """Returns the rewards, in the form that TRL expects."""
     return [score(completion[0]["content"]) for completion in completions]
 
 
@@ -189,7 +189,7 @@ class Tap:
 
 
 def make_worker(job: dict):
-    """TRL's rollout worker with the defaults of AsyncGRPOConfig; of requests it has one a seat."""
+    """Makes TRL's rollout worker with AsyncGRPOConfig's defaults except for `inflight`."""
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import async_rollout_worker
 
@@ -215,14 +215,14 @@ def make_worker(job: dict):
 
 
 def train_trl(job: dict) -> None:
-    """TRL's rollouts under a trainer that sleeps; runs in TRL's interpreter."""
+    """Runs TRL's rollouts under a trainer that sleeps, in TRL's interpreter."""
     from collections import defaultdict
 
     from accelerate import PartialState
     from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
-    PartialState()  # TRL's loggers want it
+    PartialState()  # TRL's loggers need it
     worker = make_worker(job)
     tap = Tap(worker.rollout_buffer)
     shared = (lambda: worker.model_version, worker.check_health, 300.0, defaultdict(list))
@@ -253,7 +253,7 @@ def train_trl(job: dict) -> None:
 
 @contextlib.contextmanager
 def server(folder: Path):
-    """vLLM's server with the settings of our engine; yields its address."""
+    """Runs vLLM's server with our engine's settings; yields its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -296,7 +296,7 @@ def server(folder: Path):
 
 
 def train_ours(job: dict) -> None:
-    """The real program with a trainer that sleeps; runs in a copy of this folder."""
+    """Runs the real program with a trainer that sleeps, in a copy of this folder."""
     import numpy as np
 
     import grpo_async
@@ -340,7 +340,7 @@ def train_ours(job: dict) -> None:
 
 
 def measure(folder: Path, side: str, **job) -> dict:
-    """One run of a side. First and last steps do not count: last, little is left to generate."""
+    """Measures a run of one side, without its first and last steps: the last generate little."""
     skipped = 3 + job["lag"]
     job = {"seconds": TRAIN, "faults": False, "parts": 1} | job
     job["steps"] = skipped + STEPS + job["lag"] + 2
@@ -356,7 +356,7 @@ def measure(folder: Path, side: str, **job) -> dict:
 
 
 def summary(folder: Path, rows: list[dict]) -> dict:
-    """Rates, shares and means over the measured steps, and what the engine did meanwhile."""
+    """Returns rates, shares and means over the measured steps, and the engine's work meanwhile."""
     begin, end = rows[0]["began"], rows[-1]["began"]
     seconds = end - begin
     trained = [n for row in rows[1:] for n in row["lengths"]]
@@ -381,7 +381,7 @@ def summary(folder: Path, rows: list[dict]) -> dict:
 
 
 def show(name: str, results: list[dict]) -> None:
-    """A row of the table: means of the repetitions, and the range of the rate."""
+    """Prints a row of the table: means of the repetitions, and the range of the rate."""
     mean = {k: statistics.fmean(r[k] for r in results) for k in results[0] if k != "note"}
     rates = [result["samples/s"] for result in results]
     cells = [name, f"{mean['samples/s']:.1f} ({min(rates):.1f} to {max(rates):.1f})"]
@@ -416,7 +416,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_inputs(folder)
-        with server(folder) as url:  # which idles while it is our turn
+        with server(folder) as url:  # the server idles while it is our turn
             for lag in LAGS:
                 ours = {"side": "ours", "lag": lag}
                 jobs: dict[str, dict] = {f"grpo_async, max_lag {lag}": ours}

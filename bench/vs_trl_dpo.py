@@ -1,13 +1,13 @@
-"""Compares dpo.py with TRL's DPOTrainer on the same pairs: losses, seconds of a step, memory.
+"""Compares dpo.py with TRL's DPOTrainer on the same pairs: losses, seconds per step, memory.
 
     python bench/vs_trl_dpo.py [STEPS]      ten minutes; other work on the machine spoils its times
 
 Both train the same random Qwen3 of a million parameters in float32 on a CPU, on the same pairs in
-the same order, 16 a step, with the same AdamW. Answers are of geometric lengths with mean 60, cut
-at 256. Losses are compared with TRL at one pair a micro-batch, where its "sft" is a mean over the
+the same order, 16 per step, with the same AdamW. Answer lengths are geometric with mean 60, cut at
+256. Losses are compared with TRL at one pair per micro-batch, where its "sft" is a mean over the
 tokens of each pair, as ours is; times with the fastest of its settings. Both score the reference
-before they train, which is not timed. Memory is what a process needs above what it has when the
-model is loaded. TRL runs in a virtual environment of its own ($BENCH_VENV or .venv-bench).
+before they train, which is not timed. Memory is what a process needs beyond what it has when the
+model is loaded. TRL runs in its own virtual environment ($BENCH_VENV or .venv-bench).
 """
 
 import json
@@ -25,13 +25,13 @@ sys.path.insert(0, str(ROOT))
 from bench import vs_trl  # noqa: E402
 
 STEPS = 20
-SKIPPED = 2  # steps of warm-up, in times
+SKIPPED = 2  # warm-up steps, not counted in times
 PAIRS = 16
 LONGEST = 256
 MEAN = 60
 LR = 1e-3
 BETA, SFT = 0.05, 0.2
-TRL = {  # pairs a micro-batch, and other settings of DPOConfig
+TRL = {  # pairs per micro-batch, and other settings of DPOConfig
     "1 pair a micro-batch": (1, {}),
     "4 pairs a micro-batch": (4, {}),
     "16 pairs a micro-batch": (16, {}),
@@ -69,7 +69,7 @@ def make_inputs(folder: Path, steps: int) -> None:
 
 
 def forget_peak() -> None:
-    """Lets the kernel count the most memory of this process from now on."""
+    """Resets the kernel's record of this process's peak memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -80,7 +80,7 @@ def resident(what: str) -> float:
 
 
 def train_trl(steps: int, size: int, settings: dict) -> dict:
-    """Runs in TRL's interpreter: losses of steps, their seconds, and the memory."""
+    """Returns each step's loss and seconds, and the memory; runs in TRL's interpreter."""
     import torch
     from datasets import load_dataset
     from transformers import TrainerCallback

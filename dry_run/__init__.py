@@ -71,7 +71,7 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
 
 
 def lacks_board(cfg: TrainingSettings) -> bool:
-    """True if W&B is asked for and not installed here; the run may start on another machine."""
+    """True if W&B is requested but not installed here; the run may start on another machine."""
     return cfg.wandb and not find_spec("wandb")
 
 
@@ -106,7 +106,7 @@ def gib(size: float) -> str:
 
 
 def changed(cfg: TrainingSettings, Config: type) -> list[str]:
-    """Lists the fields that differ from their default, and that default; two to a line."""
+    """Lists the fields that differ from their default, and that default; two per line."""
     lines = ["changed (from)"]
     usual = flatten(Config())
     for path, value in flatten(cfg).items():
@@ -146,7 +146,7 @@ def teacher_gpus(cfg: TeacherSettings) -> list[str]:
 
 
 def teacher_rows(cfg: TeacherSettings, gpu: Gpu) -> list[str]:
-    """Lists the memory of a teacher's rank, and the share of a step in which it is busy."""
+    """Lists a teacher rank's memory, and the share of a step in which it is busy."""
     lines = ["teachers: memory of a rank, GiB; of a step, seconds"]
     share = teacher_costs.shares(cfg)
     step = pace.step_seconds(model_shape.read_model(cfg.model), cfg, gpu)
@@ -169,7 +169,7 @@ def other_checkpointing(cfg: TrainingSettings) -> TrainingSettings:
 
 
 def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Lists the memory that a trainer rank always holds, and in addition at four moments."""
+    """Lists the memory that a trainer rank always holds, and what it adds at four moments."""
     states = gpu_memory.states(model, cfg)
     moments = gpu_memory.moments(model, cfg)
     mask = gpu_memory.mask_bytes(cfg.policy)
@@ -224,7 +224,7 @@ def checkpointing_rows(
 
 
 def saving_row(model: Model, cfg: TrainingSettings) -> str:
-    """Formats the memory of a node that a checkpoint takes until it is written."""
+    """Formats the memory that a checkpoint takes up on a node until it is written."""
     nodes = pace.trainer_nodes(cfg)
     where = f", on the fullest of {nodes} nodes" if nodes > 1 else " of all that is saved"
     size = gib(pace.checkpoint_bytes(model, cfg).node)
@@ -232,7 +232,7 @@ def saving_row(model: Model, cfg: TrainingSettings) -> str:
 
 
 def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Lists the memory of the fullest rank of a Megatron layout, and the bytes a rank sends."""
+    """Lists the memory of a Megatron layout's fullest rank, and the bytes that a rank sends."""
     layout = cfg.policy
     shape = megatron_sizes.read_shape(cfg.model, layout)
     stage = megatron_sizes.fullest_stage(shape, cfg)
@@ -270,7 +270,7 @@ def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def traffic_rows(shape: megatron_sizes.Shape, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Lists the bytes that a Megatron rank sends for each token of its rows and at each update."""
+    """Lists the bytes that a Megatron rank sends per token of its rows and per update."""
     tokens = megatron_sizes.token_bytes(shape, cfg.policy)
     steps = megatron_sizes.step_bytes(shape, cfg.policy)
     seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg, gpu).items()}
@@ -283,7 +283,7 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg: TrainingSettings, gpu: Gpu) -
 
 
 def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """Lists the memory of an engine on each of its GPUs."""
+    """Lists an engine's memory on each of its GPUs."""
     tp = cfg.engine.tensor_parallel
     at_once = cfg.engine.arguments["max_num_seqs"]
     utilization = cfg.engine.arguments["gpu_memory_utilization"]
@@ -308,7 +308,7 @@ def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
 
 
 def any_step_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Lists the seconds of a step, of a run with rollouts or without."""
+    """Lists the seconds per step, for a run with or without rollouts."""
     if isinstance(cfg, RunSettings):
         return step_rows(model, cfg, gpu)
     tokens = pace.step_tokens(cfg)
@@ -322,7 +322,7 @@ def any_step_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """Lists the seconds of a step, and the side that binds it."""
+    """Lists the seconds per step, and the side that binds it."""
     limit = pace.response_limit(cfg)
     batch = pace.batch_size(model, cfg, gpu)
     samples = cfg.prompts_per_step * cfg.group_size
@@ -365,7 +365,7 @@ def box_rows(cfg: RunSettings) -> list[str]:
 
 
 def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Lists the least seconds of a weight update, and their parts."""
+    """Lists the minimum seconds of a weight update, and their parts."""
     sent, broadcasts, gathered, messages = pace.update_traffic(model, cfg)
     least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} buckets"
     cards = pace.networks(cfg)
@@ -428,7 +428,7 @@ def data_rows(cfg: TrainingSettings) -> check.Summary:
 
 
 def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Returns the problems of memory and layout, with the fields to change."""
+    """Returns the problems with memory and layout, with the fields to change."""
     trainer = pace.trainer_bytes(model, cfg)
     found = []
     if trainer > gpu.memory:
@@ -457,7 +457,7 @@ def problems(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """Returns the problems of an engine, or a GPU that it shares, with the fields to change."""
+    """Returns the problems with an engine or a GPU that it shares, with the fields to change."""
     tp = cfg.engine.tensor_parallel
     length = cfg.sampling.max_model_len
     trainer = pace.trainer_bytes(model, cfg)

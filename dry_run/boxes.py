@@ -20,11 +20,11 @@ SIZE = Size()
 
 
 class Boxes(NamedTuple):
-    """The number of boxes that a run has at once: one for each episode."""
+    """The number of boxes that a run has at once: one per episode."""
 
     episodes: int
-    nodes: int  # that have rollout workers
-    here: int  # on the fullest of them
+    nodes: int  # nodes that have rollout workers
+    here: int  # boxes on the fullest of them
 
 
 def uses(cfg: RunSettings) -> bool:

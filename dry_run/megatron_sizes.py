@@ -1,9 +1,9 @@
-"""Computes the bytes that a rank of policy/megatron sends, and its peak, from config.json alone.
+"""Computes the bytes that a policy/megatron rank sends, and its peak, from config.json alone.
 
 Axes:  T places of a packed row   H hidden size   Q, K width of all query, all key heads
-       F width inside a feed-forward   k experts of a token   V padded vocabulary
+       F width inside a feed-forward   k experts per token   V padded vocabulary
        C tokens whose logits exist at once
-       b bytes of a weight and of an activation: 2 on a GPU; 4 on a CPU (float32)
+       b bytes per weight and per activation: 2 on a GPU; 4 on a CPU (float32)
 
 For a tensor of S bytes over n ranks, ring algorithms send S (n - 1) / n in an all-gather or a
 reduce-scatter, and twice that in an all-reduce. An all-to-all sends what is not a rank's own.
@@ -78,27 +78,27 @@ def read_shape(model: str, settings: "PolicySettings") -> Shape:
 
 
 class LayerParams(NamedTuple):
-    """Parameters of a layer."""
+    """A layer's parameters."""
 
-    cut: int  # over tp
-    whole: int  # on every rank
-    routed: int  # cut over ep
-    frozen: int  # on every rank
+    cut: int  # parameters cut over tp
+    whole: int  # parameters on every rank
+    routed: int  # parameters cut over ep
+    frozen: int  # frozen parameters, on every rank
 
 
 class RankParams(NamedTuple):
-    """Parameters of a rank."""
+    """A rank's parameters."""
 
-    shared: float  # all but the next two
-    routed: float  # of experts
+    shared: float  # all parameters but the next two
+    routed: float  # parameters of experts
     frozen: float
 
 
 class Spread(NamedTuple):
-    """Numbers of ranks over which the optimizer's state is spread."""
+    """Numbers of ranks over which the optimizer state is spread."""
 
     shared: int
-    routed: int  # of experts
+    routed: int  # ranks for an expert
 
 
 def layer_params(s: Shape, kind: str) -> LayerParams:
@@ -143,12 +143,12 @@ def rank_params(s: Shape, layout: "PolicySettings", stage: int) -> RankParams:
 
 
 def optimizer_spread(layout: "PolicySettings") -> Spread:
-    """Returns the numbers of ranks that share the optimizer's state of a tensor, of an expert."""
+    """Returns the numbers of ranks that share the optimizer state of a tensor and of an expert."""
     return Spread(layout.replicas * layout.cp, layout.ranks // layout.pp // layout.ep)
 
 
 def gradient_bytes(layout: "PolicySettings", b: int = 2) -> int:
-    """Returns the bytes of one number of a gradient while it is summed over rows and ranks."""
+    """Returns the bytes per gradient value while it is summed over rows and ranks."""
     return 4 if layout.megatron.ddp.get("grad_reduce_in_fp32", True) else b
 
 
@@ -179,7 +179,7 @@ def key_width(s: Shape, layout: "PolicySettings") -> float:
 
 
 def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
-    """Counts the numbers that a layer saves for the backward of each of a rank's places.
+    """Counts the values per place of a rank that a layer saves for its backward.
 
     Its input is not counted. A feed-forward saves 5 F: gate and up, silu(gate), up + 0, their
     product; an expert also the product scaled by its router. On a CPU RMSNorm saves its normalised
@@ -205,7 +205,7 @@ def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
 
 
 def at_work(s: Shape, layout: "PolicySettings", kind: str) -> float:
-    """Counts the numbers of each place, in addition to the saved ones, at the peak of a layer.
+    """Counts the values per token position at a layer's peak, in addition to the saved ones.
 
     Experts peak in forward: their tokens in the order of the row, after the all-to-all, and as
     outputs in two orders. The other layers peak in backward, by gradients: twice the inside of the
@@ -273,7 +273,7 @@ def fullest_stage(s: Shape, cfg: "TrainingSettings", b: int = 2) -> int:
 
 
 def sending_bytes(s: Shape) -> float:
-    """Returns the bytes to send or export weights: the largest tensor twice, and two buckets.
+    """Returns the bytes needed to send or export weights: the largest tensor twice, two buckets.
 
     Rank 0 holds the tensor whole in bf16: once as shards or before cutting, once put together.
     """
@@ -318,7 +318,7 @@ def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, flo
     keys = (2 + again) * count("*") * 2 * K
     routed = (2 + again) * count("E") * s.chosen * (2 * b * s.seen + 4)
     return {
-        # Also two float32 numbers of each token from every slice of the vocabulary.
+        # Also two float32 numbers per token from every slice of the vocabulary.
         "tp": ring(tp) * (b * gathered + 8 * tp) / (cp * pp),
         # Also the row's float32 logprobs, all-reduced.
         "cp": ring(cp) * (b * keys + 8) / pp + mamba_exchange(s, layout, b),
@@ -328,7 +328,7 @@ def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, flo
 
 
 def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
-    """Returns the bytes that a rank's all-to-alls of Mamba over cp send for each place.
+    """Returns the bytes per place that a rank's Mamba all-to-alls over cp send.
 
     Gate, x, B, C and dt are exchanged: all places of some heads for some places of all heads; then
     the output is sent back.
@@ -344,7 +344,7 @@ class Gathered(NamedTuple):
     """Bytes and messages that trainer rank 0 receives before it can send the weights on."""
 
     size: float  # bytes
-    messages: int  # at least
+    messages: int  # least number of messages
 
 
 def gathered(s: Shape, layout: "PolicySettings") -> Gathered:
@@ -361,7 +361,8 @@ def gathered(s: Shape, layout: "PolicySettings") -> Gathered:
             size += owners * each
             messages += owners * math.ceil(each / BUCKET_BYTES)
         if stage > 0:
-            whole = dataclasses.replace(layout, ranks=layout.pp, tp=1, cp=1, ep=1)  # a rank a stage
+            # One rank per stage.
+            whole = dataclasses.replace(layout, ranks=layout.pp, tp=1, cp=1, ep=1)
             shared, _, frozen = rank_params(s, whole, stage)
             rest = 2 * (shared + frozen - s.tied * (stage == layout.pp - 1) * s.vocab * s.hidden)
             size += rest
@@ -370,7 +371,7 @@ def gathered(s: Shape, layout: "PolicySettings") -> Gathered:
 
 
 def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
-    """Returns the bytes that a rank sends at each update; means over the stages.
+    """Returns the bytes that a rank sends per update; means over the stages.
 
     Gradients: a reduce-scatter over the ranks that share the weights, an all-reduce of norms over
     tp and of a tied head between first and last stage. Parameters: an all-gather; Megatron-Core

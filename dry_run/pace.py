@@ -1,4 +1,4 @@
-"""Estimates GPUs and seconds of a step on the hardware assumed below, to compare settings.
+"""Estimates GPUs and seconds per step on the hardware assumed below, to compare settings.
 
 Only responses are counted; prompts come on top.
 """
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) for a 4B model
 LAUNCH_S = 3e-3  # assumed: an engine step, in addition to its arithmetic and memory traffic
-NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s, a card for each GPU
+NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s, one card per GPU
 DISK_BYTES_S = 1e9  # assumed: a node writing to shared storage, or reading from it
 HOST_BYTES_S = 25e9  # assumed: from a mapped file to a GPU
-TENSOR_SECONDS = 27e-6  # CPU time of an engine to copy a tensor: bench/reload.py, two cores
+TENSOR_SECONDS = 27e-6  # engine CPU time per copied tensor: bench/reload.py, two cores
 MEAN_SHARE = 0.25  # assumed: mean response over longest response
 NODE_GPUS = 8
 
@@ -37,7 +37,7 @@ def ranks_per_node(cfg: "TrainingSettings") -> int:
 
 
 class Load(NamedTuple):
-    """The most that a batch holds."""
+    """The largest load of a batch."""
 
     sequences: int
     tokens: int  # trained tokens of the longest sequence
@@ -124,7 +124,7 @@ def bandwidth(gpu: Gpu, ranks: int) -> float:
 
 
 def exposed_seconds(cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
-    """Returns the seconds of a step in which trainer ranks only send, by what they send.
+    """Returns the seconds per step in which trainer ranks only send, by what they send.
 
     These are the all-to-alls of Mamba over cp and of experts over ep. Other traffic may overlap
     with the work.
@@ -148,12 +148,12 @@ def train_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
 
 
 def networks(cfg: "TrainingSettings") -> int:
-    """Counts network cards through which a weight update passes on each node; 0: it stays in one.
+    """Counts a node's network cards through which a weight update passes; 0: it stays in one node.
 
     NCCL makes as many rings as the group has GPUs on the node with the fewest.
     """
     nodes = [Node(f"{i:06}", NODE_GPUS) for i in range(math.ceil(len(gpus(cfg)) / NODE_GPUS))]
-    if cfg.demand.share < 1:  # gloo sends, on the card of the route
+    if cfg.demand.share < 1:  # gloo sends, through the card of the route
         return 1
     try:
         places = plan(cfg, nodes)
@@ -167,7 +167,7 @@ def networks(cfg: "TrainingSettings") -> int:
 
 
 def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Returns the least seconds of a weight update, sent once out of rank 0's node, or its GPU.
+    """Returns the minimum seconds of a weight update, sent once out of rank 0's node, or its GPU.
 
     At the same time an engine's processor copies tensor after tensor. Adapters are added to all
     weights in bf16, which each worker reads from its node's memory.
@@ -188,12 +188,12 @@ def sent_bytes(model: Model, cfg: "TrainingSettings") -> float:
 
 
 class Traffic(NamedTuple):
-    """Bytes of a weight update, and the least number of its messages."""
+    """A weight update's bytes, and the least number of its messages."""
 
-    sent: float  # by trainer rank 0, to the engines
+    sent: float  # bytes from trainer rank 0 to the engines
     broadcasts: int
-    gathered: float  # before that, by trainer rank 0
-    messages: int  # in which it is gathered
+    gathered: float  # bytes that trainer rank 0 gathers first
+    messages: int  # messages in which it gathers them
 
 
 def update_traffic(model: Model, cfg: "TrainingSettings") -> Traffic:
@@ -211,7 +211,7 @@ def update_traffic(model: Model, cfg: "TrainingSettings") -> Traffic:
 def traffic_seconds(
     shape: megatron_sizes.Shape, cfg: "TrainingSettings", gpu: Gpu
 ) -> dict[str, float]:
-    """Returns the seconds of a step in which a Megatron rank sends, by axis, without overlap.
+    """Returns the seconds per step in which a Megatron rank sends, by axis, without overlap.
 
     One update of the weights is counted. Ranks are numbered with tp innermost, then cp, replicas,
     pp; experts are spread over neighbours.
@@ -234,7 +234,7 @@ def last_part(cfg: RunSettings) -> float:
 
 
 def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
-    """Returns the seconds of each limit of a step; the largest binds.
+    """Returns a step's limits, in seconds; the largest binds.
 
     A step needs the policy of max_lag steps before: its longest rollout, followed by the training
     of its last part (`train_parts`), may take max_lag + 1 steps.
@@ -263,13 +263,13 @@ def teacher_seconds(cfg: RunSettings, gpu: Gpu) -> dict[str, float]:
 
 
 def step_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Returns the seconds of a step: its largest limit plus the weight update."""
+    """Returns the seconds per step: its largest limit plus the weight update."""
     update = sync_seconds(model, cfg, gpu) if cfg.demand.engines else 0.0
     return max(limits(model, cfg, gpu).values()) + update
 
 
 def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
-    """Returns the peak bytes of a trainer rank of its kind of policy, with the reserve."""
+    """Returns the peak bytes of a trainer rank under its kind of policy, with the reserve."""
     if cfg.policy.kind == "fsdp":
         return gpu_memory.trainer_bytes(model, cfg)
     shape = megatron_sizes.read_shape(cfg.model, cfg.policy)
@@ -308,7 +308,7 @@ def balance(model: Model, cfg: RunSettings, gpu: Gpu) -> RunSettings | None:
 
 
 class Checkpoint(NamedTuple):
-    """Bytes of a checkpoint, the exported model included."""
+    """A checkpoint's bytes, the exported model included."""
 
     whole: float
     node: float  # of the node that writes most; its memory holds a copy until it is written
@@ -322,8 +322,8 @@ def trainer_nodes(cfg: "TrainingSettings") -> int:
 def checkpoint_bytes(model: Model, cfg: "TrainingSettings") -> Checkpoint:
     """Returns the bytes of a checkpoint, of which every rank writes its share.
 
-    Per parameter under Megatron: 2 of weights, 12 of main parameters and moments, 2 of export.
-    Under FSDP2: 12 of trained weights and moments, and 2 of export, which rank 0 writes alone.
+    Per parameter under Megatron: 2 for weights, 12 for main parameters and moments, 2 for export.
+    Under FSDP2: 12 for trained weights and moments, and 2 for export, which rank 0 writes alone.
     """
     nodes = trainer_nodes(cfg)
     if cfg.policy.kind == "megatron":

@@ -52,7 +52,7 @@ def seconds(cfg: TeacherSettings, tokens: float, keys: float, flops: float) -> d
 
 
 def rank_bytes(cfg: TeacherSettings, host: str) -> float:
-    """Returns bytes of a rank: its models' bf16 weights, a layer at work, the head, the reserve.
+    """Returns a rank's bytes: its models' bf16 weights, a layer at work, the head, the reserve.
 
     FSDP2 holds two gathered layers and the whole root in addition to its shard.
     """

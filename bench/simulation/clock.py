@@ -82,7 +82,7 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def run(main: Callable[[], Coroutine[Any, Any, T]], driver: ModuleType) -> T:
-    """Runs a coroutine of the product, on virtual time in all modules of it that read a clock."""
+    """Runs a product coroutine, on virtual time in all product modules that read a clock."""
     loop = VirtualLoop()
     clocks = dict.fromkeys(("time", "monotonic", "perf_counter"), loop.time)
     virtual = SimpleNamespace(**clocks, strftime=time.strftime)

@@ -16,11 +16,11 @@ KINDS = {
     "judge": "all judges are away, for the seconds after the x: judge=0.5x600",
 }
 
-LOOK = 0.01  # seconds between two looks at the engines' version
+LOOK = 0.01  # seconds between two checks of the engines' version
 
 
 class Strike(NamedTuple):
-    """An engine dies at a known moment: a number of seconds after a version has arrived."""
+    """An engine's death at a known moment: a number of seconds after a version has arrived."""
 
     version: int
     seconds: float
@@ -30,7 +30,7 @@ class Strike(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """Faults an hour, of the whole run, by kind; and single ones."""
+    """Faults per hour of the whole run, by kind; and single faults."""
 
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     outage: float = 600.0  # seconds that judges are away
@@ -39,7 +39,7 @@ class Faults:
 
     @classmethod
     def read(cls, text: str) -> "Faults":
-        """engine=1,judge=0.5x600: each kind, at its rate an hour. Raises InputError."""
+        """Parses engine=1,judge=0.5x600: each kind, at its rate per hour. Raises InputError."""
         rates: dict[str, float] = {}
         outage = cls.outage
         for part in filter(None, text.split(",")):
@@ -58,7 +58,7 @@ class Faults:
         return cls(rates, outage)
 
     def start(self, stage: Stage) -> list[asyncio.Task]:
-        """Tasks that strike for as long as they are not cancelled."""
+        """Returns tasks that strike until they are cancelled."""
         repeated = [self._repeat(stage, kind, rate) for kind, rate in self.rates.items() if rate]
         return [
             asyncio.create_task(task)

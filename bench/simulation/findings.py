@@ -5,7 +5,7 @@ the training of its last part (`train_parts`) and its update, one after the othe
 
     T >= (longest rollout + last part + update) / (max_lag + 1)     the tail binds
     T >= training + update                                          the trainers bind
-    T >= tokens of a step / tokens a second of full engines         the engines bind
+    T >= tokens per step / tokens per second of full engines        the engines bind
 """
 
 import itertools
@@ -21,30 +21,30 @@ class Longest(NamedTuple):
     """The groups of a step that took longest, on average over the steps."""
 
     seconds: float
-    queued: float  # of these, until it had a place in its engine
-    tokens: float  # of their longest answers
+    queued: float  # the part of `seconds` until the group had a place in its engine
+    tokens: float  # tokens in their longest answers
     judging: float  # seconds after the last token
 
 
 class Findings(NamedTuple):
     """Means over a window of steps; seconds unless another unit is named."""
 
-    steps: int  # in the window
-    seconds: float  # of a step
-    quantiles: tuple[float, float, float]  # 0.1, 0.5, 0.9 of the seconds of a step
+    steps: int  # steps in the window
+    seconds: float  # seconds per step
+    quantiles: tuple[float, float, float]  # 0.1, 0.5 and 0.9 quantiles of the seconds per step
     training: float
-    last_part: float  # of the training, after the last groups are there
+    last_part: float  # training time after the last groups have arrived
     update: float
-    trainer_waits: float  # for rollouts
-    engines_wait: float  # without a group, mean
+    trainer_waits: float  # time for which trainers wait for rollouts
+    engines_wait: float  # mean time of an engine without a group
     engines_busy: float  # share of the time in which an engine has a sequence
     batch: float  # sequences at once in an engine that has any
-    room: float  # for this many of them
+    room: float  # sequences that an engine has room for
     trainers_busy: float
-    tokens: float  # written in a step
+    tokens: float  # tokens written per step
     reread: float  # share of the written tokens that had to be read or written again
     longest: Longest
-    bounds: dict[str, float]  # seconds of a step, by what may bind it
+    bounds: dict[str, float]  # seconds per step, by what may bind it
     binds: str
 
     @property
@@ -54,19 +54,19 @@ class Findings(NamedTuple):
 
 
 def window(trace: Trace) -> list[Step]:
-    """The steps that are looked at: full and not draining, a multiple of max_lag + 1.
+    """Returns the steps to evaluate: full and not draining, a multiple of max_lag + 1.
 
     Steps come in waves of max_lag + 1, so any other number of them gives too much or too little.
     """
     cycle = trace.cfg.max_lag + 1
     steps = trace.steps
-    last = len(steps) - cycle  # the groups of later steps run with fewer others
+    last = len(steps) - cycle  # the groups of later steps run with fewer other groups
     first = min(2 * cycle, max(0, last - cycle))
     return steps[first : first + max(0, last - first) // cycle * cycle]
 
 
 def fewest(lag: int) -> int:
-    """Steps that a run needs at that max_lag: the first, a wave that counts, one that drains."""
+    """Returns how many steps that max_lag needs: the first, a wave that counts, one that drains."""
     return 2 * lag + 3
 
 
@@ -155,12 +155,12 @@ def longest_of(trace: Trace, steps: list[Step]) -> Longest:
 
 
 def seconds(span: Span) -> float:
-    """From a group's start to its end; before that its slot had no try that counts."""
+    """Returns the seconds from a group's start to its end, without earlier tries of its slot."""
     return span.ended - span.began
 
 
 def engine_bound(trace: Trace, tokens: float) -> tuple[float, float]:
-    """How many sequences an engine has room for, and a step's seconds if all were always full."""
+    """Returns the sequences that an engine has room for, and a step's seconds if all are full."""
     cfg = trace.cfg
     hardware = trace.hardware
     answers = cfg.prompts_per_step * cfg.group_size

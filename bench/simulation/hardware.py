@@ -1,4 +1,4 @@
-"""Gives the seconds of tokens, batches, updates and starts, by dry_run/pace.py or from a table."""
+"""Computes the seconds of tokens, batches, updates and starts, by dry_run/pace.py or a table."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from grpo_async import Config
     from settings.network import PolicySettings
 
-PREFILL_MFU = 0.4  # assumed: of the peak, while an engine reads a prompt
+PREFILL_MFU = 0.4  # assumed: share of the peak, while an engine reads a prompt
 START_S = 180.0  # assumed: an engine's imports, compilation and CUDA graphs; it reads no weights
 CONNECT_S = 10.0  # assumed: trainer and engines make a process group
 COPY_BYTES_S = 10e9  # assumed: a GPU copies its state to the host
@@ -26,42 +26,42 @@ TAIL = 16  # sequences: an engine with more gains nothing from drafts
 
 
 class Room(NamedTuple):
-    """The limits to how many sequences an engine runs at once."""
+    """The limits on how many sequences an engine runs at once."""
 
     slots: int
-    bytes: float  # for KV and states
-    token: float  # bytes of a token's KV
+    bytes: float  # bytes for KV and states
+    token: float  # KV bytes per token
     sequence: float  # bytes of a sequence's states
 
     def taken(self, sequences: int, context: float) -> float:
-        """Returns the bytes of a number of sequences with a number of tokens in all."""
+        """Returns the bytes of this many sequences with `context` tokens in all."""
         return sequences * self.sequence + context * self.token
 
 
 @dataclasses.dataclass
 class Hardware:
-    """Seconds by what is done; the base is free, so tests can name what they need."""
+    """Seconds by kind of work; zero here, so that tests name only what they need."""
 
     room: Room = Room(10**9, math.inf, 1.0, 0.0)
     per_token: float = 0.0  # decoding, however full the engine is
     per_prompt_token: float = 0.0
-    per_trained_token: float = 0.0  # of a replica of the policy
+    per_trained_token: float = 0.0  # on one replica of the policy
     sync: float = 0.0
     start: float = 0.0
     connect: float = 0.0
-    copy: float = 0.0  # a checkpoint, to the host
-    write: float = 0.0  # a checkpoint, to the disk
+    copy: float = 0.0  # copying a checkpoint to the host
+    write: float = 0.0  # writing a checkpoint to the disk
 
     def decode(self, batch: int, context: float) -> float:
-        """Seconds until each of `batch` sequences has a token more; they have `context` in all."""
+        """Returns the seconds for one more token per sequence; all have `context` in total."""
         return self.per_token
 
     def prefill(self, tokens: float) -> float:
-        """Seconds in which an engine reads a prompt."""
+        """Returns the seconds in which an engine reads a prompt."""
         return self.per_prompt_token * tokens
 
     def train(self, rows: Sequence[Sequence[int]]) -> float:
-        """Seconds in which one replica trains packed rows of sequences of these lengths."""
+        """Returns the seconds in which a replica trains rows of sequences of these lengths."""
         return self.per_trained_token * sum(map(sum, rows))
 
     def score(self, model: str, layout: "PolicySettings", rows: Sequence[Sequence[int]]) -> float:
@@ -101,13 +101,13 @@ class Modelled(Hardware):
         self._of_trainer(model, cfg, gpu)
 
     def decode(self, batch: int, context: float) -> float:
-        """As pace.decode_seconds, with what does not change between calls kept."""
+        """Returns pace.decode_seconds, and keeps what does not change between calls."""
         memory, matmuls = self.step(batch)
         seconds = pace.LAUNCH_S + max(memory + context * self.slope, matmuls)
         return seconds / self.drafts if batch <= TAIL else seconds
 
     def train(self, rows: Sequence[Sequence[int]]) -> float:
-        """As pace.train_seconds, of the lengths that one replica has."""
+        """Returns pace.train_seconds for the lengths that one replica has."""
         tokens = sum(map(sum, rows))
         pairs = self.row_keys * tokens or sum(n * n / 2 for row in rows for n in row)
         return tokens * self.per_trained_token + pairs * self.per_pair
@@ -143,10 +143,10 @@ class Modelled(Hardware):
 
 
 class Measured(Modelled):
-    """The same, with an engine's seconds a token from a file: lines of batch, context, seconds.
+    """A Modelled engine with seconds per token from a file: lines of batch, context, seconds.
 
-    Between the batches of the table seconds are interpolated; beyond, the last ones grow in
-    proportion. `context` is the mean of the sequences'.
+    Between the table's batches seconds are interpolated; beyond them, the last ones grow in
+    proportion. `context` is the mean over the sequences.
     """
 
     def __init__(self, model: Model, cfg: "Config", gpu: Gpu, drafts: float, path: str):
@@ -154,7 +154,7 @@ class Measured(Modelled):
         self.points = read_table(path)
 
     def decode(self, batch: int, context: float) -> float:
-        """Seconds of the nearest measured contexts, between the two nearest batches."""
+        """Returns the seconds at the nearest measured contexts, between the two nearest batches."""
         seconds = interpolated(self.points, batch, context / max(batch, 1))
         return seconds / self.drafts if batch <= TAIL else seconds
 
@@ -182,7 +182,7 @@ def read_table(path: str) -> Points:
 
 
 def interpolated(points: Points, batch: int, context: float) -> float:
-    """Seconds at a batch and a mean context."""
+    """Returns the seconds at a batch and a mean context."""
     batches = list(points)
     low = max((b for b in batches if b <= batch), default=batches[0])
     high = min((b for b in batches if b >= batch), default=batches[-1])

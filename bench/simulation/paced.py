@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
-LEAD = 0.02  # seconds that an engine step may need of its processor without becoming longer
+LEAD = 0.02  # CPU seconds that an engine step may need without becoming longer
 
 
 class Paced(LogitsProcessor):
     """A processor that changes no logit; a step takes `base` seconds, and `each` per sequence.
 
-    Each step is a line of engine-PID.log in `folder`: when vLLM began it, until when it slept, how
+    Each step is a line in engine-PID.log in `folder`: when vLLM began it, until when it slept, how
     many sequences it has, and how many of them the step before had.
     """
 
@@ -33,7 +33,7 @@ class Paced(LogitsProcessor):
         self.base = given["base"]
         self.each = given["each"]
         self.path = f"{given['folder']}/engine-{os.getpid()}.log"
-        self.outputs: dict[int, list[int]] = {}  # of each row of the batch
+        self.outputs: dict[int, list[int]] = {}  # output ids by row of the batch
         self.due = 0.0
 
     def is_argmax_invariant(self) -> bool:

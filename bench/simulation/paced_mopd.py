@@ -1,4 +1,4 @@
-"""Runs mopd.py with trainers and teachers of a set speed, for bench/three_sides.py.
+"""Runs mopd.py with trainers and teachers that run at a fixed speed, for bench/three_sides.py.
 
 python bench/simulation/paced_mopd.py --config FILE
 """
@@ -16,15 +16,15 @@ TOKEN = 2e-3  # seconds of training or of scoring; on one core either takes less
 
 
 def tokens_of(rows: list, groups: tuple[list[Sample], ...]) -> int:
-    """Tokens of packed rows, whose places are (group, sample)."""
+    """Returns the tokens of packed rows, whose places are (group, sample)."""
     return sum(len(groups[g][j].tokens_T) for row in rows for g, j in row)
 
 
 class Trainer(mopd.Trainer):
-    """Trains, and then waits until the time is over that its tokens are to take."""
+    """Trains, and then waits until the time set for its tokens has passed."""
 
     def train_step(self, step: int, updates: list, *groups: list[Sample]) -> Trained:
-        """As the product's."""
+        """Trains as the product does, and waits."""
         began = time.perf_counter()
         due = began + TOKEN * sum(tokens_of(update.rows, groups) for update in updates)
         trained = super().train_step(step, updates, *groups)
@@ -34,10 +34,10 @@ class Trainer(mopd.Trainer):
 
 
 class Teacher(mopd.Teacher):
-    """Scores, and then waits until the time is over that its tokens are to take."""
+    """Scores, and then waits until the time set for its tokens has passed."""
 
     def score(self, model: str, rows: list, *groups: list[Sample]) -> tuple:
-        """As the product's."""
+        """Scores as the product does, and waits."""
         began = time.perf_counter()
         due = began + TOKEN * tokens_of(rows, groups)
         _, *scored = super().score(model, rows, *groups)

@@ -1,4 +1,4 @@
-"""Runs grpo_async.py with a trainer of a set speed, for real.py.
+"""Runs grpo_async.py with a trainer that runs at a fixed speed, for real.py.
 
 python bench/simulation/paced_run.py --config FILE
 """
@@ -15,10 +15,10 @@ TOKEN = 1e-3  # seconds of training; on one core it takes less than half of that
 
 
 class Trainer(grpo_async.Trainer):
-    """Trains, and then waits until the time is over that its tokens are to take."""
+    """Trains, and then waits until the time set for its tokens has passed."""
 
     def train_step(self, step: int, updates: list, *groups: Any) -> grpo_async.Trained:
-        """As the product's."""
+        """Trains as the product does, and waits."""
         began = time.perf_counter()
         places = (place for update in updates for row in update.rows for place in row)
         tokens = sum(len(groups[g][j].tokens_T) for g, j in places)

@@ -9,9 +9,9 @@ from bench.simulation.findings import Findings, seconds, slowest, table
 from bench.simulation.world import Step, Trace
 
 SHOWN = 24  # engines in the picture, spread evenly over all
-BINS = 400  # of the time that it shows
+BINS = 400  # parts of the time that it shows
 TEMPLATE = Path(__file__).parent / "page.html"
-REPORT = Path(__file__).parents[2] / "runtime/reporting/report_page.html"  # which it looks like
+REPORT = Path(__file__).parents[2] / "runtime/reporting/report_page.html"  # its model
 
 
 def write(trace: Trace, found: Findings, path: str) -> None:

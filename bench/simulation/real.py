@@ -1,13 +1,13 @@
 """Compares real runs of grpo_async.py on this machine with their simulations.
 
 Six runs of real Ray, vLLM and trainer with two engines: at max_lag 0, 1, 2, at max_lag 0 and 1 with
-train_parts 4, and at max_lag 1 with an engine that is killed. A model of a million parameters sees
-to it that this machine keeps up; engines and trainer take as long as their settings say, so they do
-not slow one another.
+train_parts 4, and at max_lag 1 with an engine that is killed. A model of a million parameters lets
+this machine keep up; engines and trainer take as long as their settings say, so that they do not
+slow each other down.
 
-The simulation's inputs come from a seventh run, at max_lag 0, with other answers: `Costs`. Of
-the run itself it knows its configuration and how long each answer was; of the engine that is
-killed, when and with which groups, and how long its successor took to start.
+The simulation's inputs come from a seventh run, at max_lag 0, with different answers: `Costs`. From
+the compared run it gets only the configuration and each answer's length; and about the killed
+engine, when it died and with which groups, and how long its successor took to start.
 """
 
 import dataclasses
@@ -34,23 +34,23 @@ from support.program import Program, end
 from support.samples import asking
 
 P, G = 4, 8
-SEATS = 16  # of an engine
-BASE, EACH = 0.025, 0.0015  # seconds of an engine step, and of each sequence in it
+SEATS = 16  # sequences that an engine runs at once
+BASE, EACH = 0.025, 0.0015  # seconds per engine step, and per sequence in it
 LONGEST = 200  # tokens of an answer
-WORD = 8  # letters; a prompt has as many tokens, and those around it
+WORD = 8  # letters: a prompt has one token for each, and the tokens around them
 STEPS = {0: 10, 1: 14, 2: 18}  # by max_lag
-ROWS = {1: 512, P: 256}  # tokens of a row, by parts of a step: few, so that a part is not joined
-KILLED = (6, 22)  # after which step an engine is killed, of how many
+ROWS = {1: 512, P: 256}  # tokens per row, by parts per step: few, so that a part is not joined
+KILLED = (6, 22)  # the step after which an engine is killed, and the steps in all
 DELAY = 0.5  # seconds from the end of that step
-LATE = 0.1  # longer engine steps than told: beyond it the machine's other work is measured
-SMALL = 0.05  # of a step: shorter waits are a few moments
+LATE = 0.1  # share by which engine steps may be late: beyond it other work is measured
+SMALL = 0.05  # share of a step: shorter waits are a few moments
 
 
 class Beat(NamedTuple):
     """One step of an engine."""
 
     began: float
-    slept: float  # until then
+    slept: float  # the time until which the engine slept
     batch: int
     kept: int  # of these, sequences that the step before had as well
 
@@ -60,20 +60,20 @@ class Run:
     """The files of a real run."""
 
     cfg: Config
-    began: float  # of its log, in seconds since 1970
+    began: float  # start of its log, in seconds since 1970
     steps: list[dict]  # metrics
     rollouts: list[dict]
     engines: list[list[Beat]]
-    killed: float = 0.0  # when; 0: none was
+    killed: float = 0.0  # time at which an engine was killed; 0: none was
 
     @property
     def ends(self) -> list[float]:
-        """When each step ended."""
+        """The times at which the steps ended."""
         return [self.began + step["seconds"] for step in self.steps]
 
     @property
     def answers(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of the answers of each slot."""
+        """The tokens of each slot's answers."""
         found: dict[int, list[int]] = defaultdict(list)
         for line in self.rollouts:
             found[line["slot"]].append(sum(count for _, count in line["versions"]))
@@ -102,13 +102,13 @@ class Job(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As the table has it."""
+        """Its name in the table."""
         parts = f", {self.parts} parts" if self.parts > 1 else ""
         return f"max_lag {self.lag}{parts}" + ", an engine is killed" * bool(self.kill_after)
 
     @property
     def steps(self) -> int:
-        """To train."""
+        """The number of steps to train."""
         return KILLED[1] if self.kill_after else STEPS[self.lag]
 
 
@@ -156,7 +156,7 @@ def measure(cfg: Config, kill_after: int = 0) -> Run:
 
 
 def beats(path: Path) -> list[Beat]:
-    """The steps of an engine."""
+    """Reads an engine's steps."""
     rows = (line.split() for line in path.read_text().splitlines())
     return [Beat(float(a), float(b), int(batch), int(kept)) for a, b, batch, kept in rows]
 
@@ -166,25 +166,25 @@ def beats(path: Path) -> list[Beat]:
 
 @dataclasses.dataclass
 class Costs(Hardware):
-    """Seconds that were measured, by what is done."""
+    """The measured seconds, by kind of work."""
 
-    points: Points = dataclasses.field(default_factory=dict)  # of an engine's step
-    call: float = 0.0  # to send a batch to the trainer, and to hear of it
-    latency: float = 0.0  # of a group: to send it, and after its last token for its rewards
+    points: Points = dataclasses.field(default_factory=dict)  # seconds per engine step
+    call: float = 0.0  # sending a batch to the trainer and getting the reply
+    latency: float = 0.0  # per group: sending it, and waiting for its rewards after its last token
 
     def decode(self, batch: int, context: float) -> float:
-        """Seconds of a step with this many sequences."""
+        """Returns the seconds of a step with this many sequences."""
         return interpolated(self.points, batch, context)
 
     def train(self, rows: Sequence[Sequence[int]]) -> float:
-        """Seconds in which the trainer has the batch."""
+        """Returns the seconds in which the trainer has the batch."""
         return self.call + super().train(rows)
 
 
 def costs(run: Run) -> Costs:
     """Measures a run at max_lag 0, in which nothing overlaps.
 
-    There the trainer waits for no longer than an engine works and a group's latency.
+    There the trainer waits only while an engine works, and for a group's latency.
     """
     steps = run.steps[1:]
     tokens = trained_tokens(run)[1:]
@@ -200,7 +200,7 @@ def costs(run: Run) -> Costs:
 
 
 def start_seconds(run: Run, update: float) -> float:
-    """Of the engine that took the place of the one that was killed, until it gets its weights."""
+    """Returns the seconds from an engine's death until its successor gets weights."""
     firsts = (steps[0].began for steps in run.engines)
     successor = min(began for began in firsts if began > run.killed)
     return successor - run.killed - 1 - update  # the driver waits a second first
@@ -213,23 +213,23 @@ def call_seconds(step: dict) -> float:
 
 
 def update_seconds(step: dict) -> float:
-    """Seconds for which engines pause."""
+    """Returns the seconds for which engines pause."""
     return step["sync_pause"] + step["sync_transfer"] + step["sync_resume"]
 
 
 def trained_tokens(run: Run) -> list[int]:
-    """Tokens of prompts and answers in each step."""
+    """Returns the tokens of prompts and answers in each step."""
     totals = [sum(answers) + G * prompt_tokens() for answers in run.answers]
     return [sum(totals[i : i + P]) for i in range(0, len(totals), P)]
 
 
 def prompt_tokens() -> int:
-    """A word, and the two tokens of the roles around it."""
+    """Returns the tokens of a prompt: a word, and the two tokens of the roles around it."""
     return WORD + 2
 
 
 def step_seconds(engines: list[list[Beat]]) -> Points:
-    """Seconds of an engine's step by its sequences."""
+    """Returns the seconds of an engine step, by its sequences."""
     taken: dict[int, list[float]] = defaultdict(list)
     for steps in engines:
         for before, beat in zip(steps, steps[1:], strict=False):
@@ -239,7 +239,7 @@ def step_seconds(engines: list[list[Beat]]) -> Points:
 
 
 def busy_spans(steps: list[Beat]) -> list[tuple[float, float]]:
-    """From when until when an engine had sequences."""
+    """Returns the intervals in which an engine had sequences."""
     spans: list[tuple[float, float]] = []
     for beat in steps:
         began = spans.pop()[0] if beat.kept else beat.began
@@ -257,7 +257,7 @@ def group_latency(run: Run) -> float:
 
 
 def covered(spans: list[tuple[float, float]], began: float, ended: float) -> float:
-    """Seconds of an interval in which one of the spans lasts."""
+    """Returns the seconds of an interval that the spans cover."""
     total, last = 0.0, began
     for start, stop in sorted(spans):
         low, high = max(start, last), min(stop, ended)
@@ -267,7 +267,7 @@ def covered(spans: list[tuple[float, float]], began: float, ended: float) -> flo
 
 
 def behind(run: Run, hardware: Hardware) -> float:
-    """How much longer an engine's steps took than they were told to, as a share of that."""
+    """Returns how much longer engine steps took than they were set to, as a share of that."""
     pairs = [pair for steps in run.engines for pair in zip(steps, steps[1:], strict=False)]
     kept = [(before, beat) for before, beat in pairs if beat.kept]
     taken = sum(beat.slept - before.slept for before, beat in kept)
@@ -286,12 +286,12 @@ class Pair(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative to what was measured."""
+        """The error, relative to the measured value."""
         return abs(self.simulated - self.measured) / self.measured
 
 
 def simulated(run: Run, hardware: Costs) -> Trace:
-    """The same run on a virtual clock."""
+    """Simulates the same run on a virtual clock."""
     strikes: tuple[Strike, ...] = ()
     if run.killed:
         hardware = dataclasses.replace(hardware, start=start_seconds(run, hardware.sync))
@@ -306,7 +306,7 @@ def simulated(run: Run, hardware: Costs) -> Trace:
 
 
 def strike(run: Run) -> Strike:
-    """When the engine was killed, and which groups of the next step it had: they began again."""
+    """Returns when the engine was killed, and its groups of the next step: they restarted."""
     version = sum(ended < run.killed for ended in run.ends)
     oldest: dict[int, int] = {}
     for line in run.rollouts:
@@ -318,7 +318,7 @@ def strike(run: Run) -> Strike:
 
 
 def compared(run: Run, trace: Trace) -> list[Pair]:
-    """Means over the steps between filling and draining, in seconds of a step.
+    """Returns means over the steps between filling and draining, in seconds per step.
 
     Waits that take less than `SMALL` of a step are left out.
     """
@@ -338,7 +338,7 @@ def compared(run: Run, trace: Trace) -> list[Pair]:
 
 
 def each_step(run: Run, trace: Trace) -> list[Pair]:
-    """The same steps, each by itself."""
+    """Returns the same steps, one by one."""
     ends = [trace.began, *(step.ended for step in trace.steps)]
     numbers = [step["step"] for step in measured_window(run, trace)]
     return [
@@ -347,13 +347,13 @@ def each_step(run: Run, trace: Trace) -> list[Pair]:
 
 
 def measured_window(run: Run, trace: Trace) -> list[dict]:
-    """The metrics of the steps that the simulation's findings are of."""
+    """Returns the metrics of the steps that the simulation's findings cover."""
     numbers = {step.number for step in findings.window(trace)}
     return [step for step in run.steps if step["step"] in numbers]
 
 
 def mean(steps: list[dict], name: str) -> float:
-    """Of a metric."""
+    """Returns a metric's mean."""
     return statistics.fmean(step[name] for step in steps)
 
 
@@ -368,7 +368,7 @@ def told(hardware: Costs) -> str:
 
 
 def table(folder: Path) -> Iterator[str]:
-    """Makes all runs below a folder; what is printed of them, as it comes."""
+    """Makes all runs below a folder; yields the lines to print, as they come."""
     if torch.cuda.is_available():
         yield "real runs: none, for they need a machine without a GPU, and vLLM's build for CPUs"
         return

@@ -53,7 +53,7 @@ class Answer(asyncio.Future):
 
 
 class Method:
-    """A method of an actor, which is called by `remote`."""
+    """An actor's method, which is called by `remote`."""
 
     __slots__ = ("remote",)
 
@@ -89,19 +89,19 @@ class Stage:
         self.loop = asyncio.get_running_loop()
         self.judges = Judges(workload.judge, workload.judged_at_once, workload.seed)
         self.numbers = random.Random(workload.seed)
-        self.engines: list[EngineActor] = []  # that live or start
+        self.engines: list[EngineActor] = []  # engines that live or start
         self.gone: list[Engine] = []
         self.trainers: list[TrainerActor] = []
         self.workers: list[WorkerActor] = []
         self.teachers: list[TeacherActor] = []
         self.transfer: Transfer | None = None
         self.traced = False  # whether engines keep their history
-        self.histories: dict[int, list[tuple[float, int]]] = {}  # of engines, by place
+        self.histories: dict[int, list[tuple[float, int]]] = {}  # histories of engines, by place
         self.spans: list[Span] = []  # of groups that were rolled out
         self.trainings: list[Training] = []
         self.planned: list[Update] | None = None  # the updates that a rank was given last
-        self.seconds = 0.0  # that they take
-        self.lost_tokens = 0.0  # that a lost engine had written, and no draft holds
+        self.seconds = 0.0  # seconds that they take
+        self.lost_tokens = 0.0  # tokens that a lost engine had written, and no draft holds
         self.deaths: Counter[str] = Counter()
 
     def make(self, kind: type, *_: Any, **__: Any) -> Method:
@@ -130,10 +130,10 @@ class Span(NamedTuple):
 
     slot: int
     engine: int
-    tokens: int  # of the longest answer
+    tokens: int  # tokens of the longest answer
     began: float
-    queued: float  # seconds, as of the group
-    written: float  # when the last token was
+    queued: float  # seconds, as in Group.queued
+    written: float  # time of the last token
     ended: float
 
 
@@ -160,7 +160,7 @@ class EngineActor:
         self.update_weights = Method(self._update_weights)
 
     def observe(self, traced: bool) -> None:
-        """Begins or ends to keep the history of this engine."""
+        """Starts or stops recording this engine's history."""
         history = self.stage.histories.setdefault(self.place, [])
         self.engine.history = history if traced else None
         if traced:
@@ -408,7 +408,7 @@ class Group:
         self.oldest = engine.version
         self.totals = totals
         self.left = len(totals)
-        self.written = 0.0  # when the last token so far was
+        self.written = 0.0  # time of the last token so far
         self.queued = 0.0  # seconds in which that token's rollout waited for a place in its engine
         worker.groups[self] = engine.groups[self] = None
         engine.idle.change(1)

@@ -25,7 +25,7 @@ class Sequence:
         self.left = left  # tokens that are still to be written, as of when it last began to run
         self.prefilled = prefilled  # tokens of the context that the engine has read already
         self.done = done
-        self.ends = 0.0  # on the engine's count of steps
+        self.ends = 0.0  # the engine's step count at which it ends
         self.began = -1.0  # virtual seconds at which it first ran; -1: it has not
         self.is_running = False
 
@@ -41,18 +41,18 @@ class Engine:
         self.stack: list[Sequence] = []  # in the order in which they began
         self.numbers = itertools.count()
         self.batch = 0
-        self.context = 0.0  # tokens of all that run
-        self.steps = 0.0  # of the engine, so far
-        self.reading = 0.0  # seconds of prompts that are still to be read
+        self.context = 0.0  # tokens of all running sequences
+        self.steps = 0.0  # steps of the engine so far
+        self.reading = 0.0  # seconds of reading that prompts still need
         self.since = 0.0  # when the present stretch began
-        self.until = 0.0  # when it ends
-        self.stretch = 0.0  # steps in it
+        self.until = 0.0  # when the stretch ends
+        self.stretch = 0.0  # steps in the stretch
         self.paused = False
         self.is_planned = False
         self.timer: asyncio.TimerHandle | None = None
         self.busy = 0.0  # seconds with a sequence
         self.filled = 0.0  # sequence-seconds
-        self.tokens = 0.0  # written
+        self.tokens = 0.0  # tokens written
         self.reread = 0.0  # tokens of sequences that gave way, or moved here
         self.history: list[tuple[float, int]] | None = None  # (time, batch); None: not kept
 

@@ -37,7 +37,7 @@ class Check(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative to what was expected; of an expected 0, the value."""
+        """The error relative to the expected value; the value itself if 0 is expected."""
         return abs(self.simulated - self.expected) / (abs(self.expected) or 1)
 
 

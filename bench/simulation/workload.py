@@ -11,7 +11,7 @@ from pathlib import Path
 
 from core.errors import InputError
 
-SPREAD = 1.0  # assumed: of the logarithm of a response's length
+SPREAD = 1.0  # assumed: spread of the logarithm of a response's length
 ATTEMPTS = 60  # halvings of an interval: to the last bit
 
 
@@ -20,7 +20,7 @@ class Latency:
     """Seconds that vary: log-normal around a mean, or always the mean if `spread` is 0."""
 
     mean: float = 0.0
-    spread: float = 0.5  # of the logarithm
+    spread: float = 0.5  # spread of the logarithm
 
     def draw(self, numbers: random.Random) -> float:
         """Draws the seconds of one call."""
@@ -94,17 +94,17 @@ class Workload:
     """One kind of prompt."""
 
     lengths: Lengths
-    prompt: int = 1000  # tokens
-    reuses_prompts: bool = True  # the samples of a group share what is read of it
-    environment: Latency = Latency()  # once a sample
-    turns: int = 1  # into which a response is cut, with a tool between two of them
+    prompt: int = 1000  # tokens of a prompt
+    reuses_prompts: bool = True  # the samples of a group share what is read of their prompt
+    environment: Latency = Latency()  # seconds per sample
+    turns: int = 1  # turns into which a response is cut, with a tool between two of them
     tool: Latency = Latency()
     judge: Latency = Latency()
     judged_at_once: int = 10**9  # calls that the judges answer at a time; others wait
     seed: int = 1
 
     def of_group(self, prompt: int, n: int) -> list[int]:
-        """Response tokens of a prompt's n samples; the same whenever it is tried."""
+        """Returns the response tokens of a prompt's n samples; the same at every try."""
         numbers = random.Random(self.seed * 1_000_003 + prompt)
         return [self.lengths.draw(numbers) for _ in range(n)]
 
@@ -116,7 +116,7 @@ class Recorded(Workload):
     answers: tuple[tuple[int, ...], ...] = ()
 
     def of_group(self, prompt: int, n: int) -> list[int]:
-        """Response tokens of the slot that has this line, the only one in a run without drops."""
+        """Returns the response tokens of the slot with this line: one slot if no row is dropped."""
         return list(self.answers[prompt - 1])
 
 
@@ -136,7 +136,7 @@ class Judges:
         self._serve()
 
     def set_away(self, is_away: bool) -> None:
-        """An outage begins or ends: calls wait, and none is lost."""
+        """Starts or ends an outage: calls wait, and none is lost."""
         self.is_away = is_away
         self._serve()
 

@@ -27,7 +27,7 @@ from runtime.startup import modes
 
 
 class Rows(Sequence):
-    """An endless list of prompts, of these agents in turn."""
+    """An endless list of prompts, for these agents in turn."""
 
     def __init__(self, agents: Sequence[str] = ("simulated",)):
         self.agents = agents
@@ -70,14 +70,14 @@ class Trace:
     cfg: Config
     hardware: Hardware
     workload: Workload
-    began: float = 0.0  # when all had started
+    began: float = 0.0  # time at which all actors had started
     steps: list[Step] = dataclasses.field(default_factory=list)
     spans: list[Span] = dataclasses.field(default_factory=list)
     trainings: list[Training] = dataclasses.field(default_factory=list)
     histories: dict[int, list[tuple[float, int]]] = dataclasses.field(default_factory=dict)
     lost_tokens: float = 0.0
     faults: dict[str, int] = dataclasses.field(default_factory=dict)
-    replaced: int = 0  # engines
+    replaced: int = 0  # engines that were replaced
 
 
 class Log:

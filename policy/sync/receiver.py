@@ -254,7 +254,7 @@ class WeightReceiver:
                 yield place.meta.name, tensor_in(buffer, place)
 
     def arrive(self, work: dist.Work) -> None:
-        """Waits for a bucket. Raises CutOff if none arrives or, on a CPU, once `cut` is set."""
+        """Waits for a bucket. Raises CutOff if it never arrives or, on a CPU, once `cut` is set."""
         while self.cut and self.sync_wire.device == "cpu" and not work.is_completed():
             if self.cut.is_set():
                 raise CutOff("the senders have ended the update")
