@@ -46,7 +46,7 @@ from support import shapes  # noqa: E402
 STEPS = 24
 ROUND = 200_000  # objects that a run makes before Python looks for garbage; it makes little
 TRIED = 14  # steps that a tried change is simulated for, in addition to max_lag
-WORTH = 0.95  # share of a step: a change that leaves more of it is not named
+WORTH = 0.95  # share of a step's time: a change that leaves more is not named
 BIG = 60e9  # parameters: a model this large is from the recipe's stages
 AGENT = "swe2"  # part of the name of a configuration whose answers are an agent's episodes
 USUAL = {"turns": 1, "tool": 0.0, "judge": 0.0}

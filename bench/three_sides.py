@@ -21,7 +21,7 @@ from support.configs import changed  # noqa: E402
 from support.program import Program  # noqa: E402
 
 P, G, PARTS = 64, 1, 8  # one answer to a prompt, as Nemotron 3 Ultra has it
-JOBS = ((1, 1), (1, PARTS), (2, 1), (2, PARTS))  # max_lag, parts of a step
+JOBS = ((1, 1), (1, PARTS), (2, 1), (2, PARTS))  # max_lag, parts per step
 
 
 def configured(folder: Path, lag: int, parts: int, steps: int) -> Config:

@@ -27,7 +27,7 @@ from rollout.response import Response  # noqa: E402
 SECONDS = 5.0
 AT_ONCE = 8  # answers that are judged together
 TICK = 0.001
-# File of known answers -> agent that judges them.
+# Known-answers file -> agent that judges its answers.
 SAME = ("math", "mcqa", "structured_outputs", "reasoning_gym", "calendar", "terminus_judge")
 FILES = {name: name for name in (*SAME, "terminal_multi_harness")}
 FILES |= dict.fromkeys(("instruction_following_gym", "ifeval"), "instruction_following")
@@ -128,7 +128,7 @@ async def main(names: list[str]) -> None:
     every = os.sched_getaffinity(0)
     for name in names:
         found = list(cases(name))
-        os.sched_setaffinity(0, {min(every)})  # and all children, which start now
+        os.sched_setaffinity(0, {min(every)})  # this process and all children, which start now
         await asyncio.gather(*map(verify, found[:AT_ONCE]))
         judged = await rate(verify, found)
         direct = bare(FILES[name])

@@ -193,7 +193,7 @@ def make_worker(job: dict):
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import async_rollout_worker
 
-    async_rollout_worker.is_vllm_available = lambda: True  # in the server's environment
+    async_rollout_worker.is_vllm_available = lambda: True  # it is installed only for the server
     tokenizer = AutoTokenizer.from_pretrained("model")
     # TRL has the chat templates of some models; for others it needs the place of an answer.
     content = {"close_pattern": "<eos>", "content": "text"}
@@ -266,7 +266,7 @@ def server(folder: Path):
         switch = isinstance(value, bool)
         command.append(f"--no-{flag}" if value is False else f"--{flag}")
         command += [] if switch else [str(value[0] if isinstance(value, list) else value)]
-    env = os.environ | {  # as runtime/processes/cluster.py has it for our engine
+    env = os.environ | {  # set as runtime/processes/cluster.py does for our engine
         "OMP_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",

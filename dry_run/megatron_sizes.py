@@ -11,7 +11,7 @@ Tokens are assumed to spread evenly over experts. On a CPU, bench/megatron_layou
 bytes sent and the peak within a tenth.
 
 Not counted: forward passes other than the training one (a KL reference, logprobs before several
-updates); numbers that do not grow with H, such as a router's; Mamba's activations other than its
+updates); values that do not grow with H, such as a router's; Mamba's activations other than its
 projections'. The layers are torch's: Transformer Engine keeps less, and with cp its backward sends
 keys and values once more.
 """

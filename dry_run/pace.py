@@ -150,7 +150,7 @@ def train_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
 def networks(cfg: "TrainingSettings") -> int:
     """Counts a node's network cards through which a weight update passes; 0: it stays in one node.
 
-    NCCL makes as many rings as the group has GPUs on the node with the fewest.
+    NCCL makes one ring per GPU of the group on the node with the fewest.
     """
     nodes = [Node(f"{i:06}", NODE_GPUS) for i in range(math.ceil(len(gpus(cfg)) / NODE_GPUS))]
     if cfg.demand.share < 1:  # gloo sends, through the card of the route
@@ -180,7 +180,7 @@ def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
 def sent_bytes(model: Model, cfg: "TrainingSettings") -> float:
     """Returns the bytes of an update: bf16 weights, or adapters (policy/sync/adapter_sync.py).
 
-    Adapters are float32, with products of each matrix with 4 vectors: at most 16 bytes per row.
+    Adapters are float32, with each matrix's products with 4 vectors: at most 16 bytes per row.
     """
     if not cfg.policy.lora_rank:
         return 2 * model.params
@@ -311,7 +311,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint's bytes, the exported model included."""
 
     whole: float
-    node: float  # of the node that writes most; its memory holds a copy until it is written
+    node: float  # bytes on the node that writes most; its memory holds a copy until it is written
 
 
 def trainer_nodes(cfg: "TrainingSettings") -> int:

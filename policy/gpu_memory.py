@@ -200,7 +200,7 @@ def reload_bytes(model: Model, cfg: "RunSettings") -> float:
     """Returns the bytes of an engine's GPU that an update takes beyond gpu_memory_utilization.
 
     vLLM keeps a layer's tensors uncut, for all ranks of tp, until all have arrived; then it makes
-    this rank's part anew (model_loader/reload/layerwise.py). Tensors arrive in buckets, which lie
+    this rank's part again (model_loader/reload/layerwise.py). Tensors arrive in buckets, which lie
     in the host's memory if GPUs are shared.
     """
     layer = 2 * max(model.experts, model.biggest)
@@ -221,7 +221,7 @@ def kv_bytes(model: Model, tp: int) -> int:
 def kv_budget(model: Model, cfg: "RunSettings", gpu: float) -> float:
     """Returns the bytes for KV on an engine's GPU of `gpu` bytes.
 
-    This is the fraction gpu_memory_utilization, less its share of the bf16 weights and the reserve.
+    This is gpu_memory_utilization times `gpu`, less its share of the bf16 weights and the reserve.
     """
     weights = 2 * model.params / cfg.engine.tensor_parallel
     return cfg.engine.arguments["gpu_memory_utilization"] * gpu - weights - RESERVE
@@ -238,5 +238,5 @@ def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> in
 
 
 def host_bytes(model: Model, here: int, ranks: int) -> float:
-    """Returns the CPU memory bytes of a node where `here` of `ranks` ranks read float32 shares."""
+    """Returns the CPU bytes that a node needs if `here` of `ranks` ranks read float32 shares."""
     return 4 * model.params * here / ranks

@@ -161,7 +161,7 @@ class TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         logp_N, lse_N = hidden_NH.new_empty(2, len(target_N), dtype=wide)
         group = head.group if head.group and dist.get_world_size(head.group) > 1 else None
-        target_N = target_N - head.first  # by row of this rank's slice, which may not have it
+        target_N = target_N - head.first  # row in this rank's slice, which may not have it
         for start in range(0, len(target_N), chunk):
             rows = slice(start, start + chunk)
             logits_CV = head.logits(hidden_NH, weight_VH, rows, 1 / temperature)

@@ -138,7 +138,7 @@ class Request(NamedTuple):
     prompt_ids: list[int]
     n: int
     seed: int
-    drafts: list[Turn]  # the tokens of each answer that a lost engine had sampled; [] for none
+    drafts: list[Turn]  # each answer's tokens that a lost engine had sampled; [] for none
     max_tokens: int  # limit of an answer
     sampling: dict[str, float] = {}  # overrides of temperature, top_p, ... in validation
     priority: int = 0  # smaller ones go first
@@ -186,7 +186,7 @@ class Sample:
     score: float = math.nan  # the environment's reward, before it was shaped
     env: str = ""
     dataset: str = ""  # the data set that the row names
-    components: dict[str, float] = dataclasses.field(default_factory=dict)  # of Reward.info
+    components: dict[str, float] = dataclasses.field(default_factory=dict)  # numbers in Reward.info
     continues: bool = False  # True if the episode's earlier tokens are in another sequence
     cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
     routes_T: np.ndarray | None = None  # int8/16 [T, expert layers, experts], -1 where unknown

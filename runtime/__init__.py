@@ -1,1 +1,1 @@
-"""Provides what any algorithm needs and no paper mentions: actors, waits, engines, metrics."""
+"""Provides what any algorithm needs and no paper names: actors, engines, checkpoints, metrics."""

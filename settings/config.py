@@ -6,8 +6,8 @@ The Config of a program has single settings (`--steps`) and groups of settings (
     mopd.Config          RunSettings, and TeacherSettings of settings/distillation.py
     dpo.Config           PairSettings
 
-A group is one flat class without a base class. If a group of dpo.py has other settings than that
-of the programs with rollouts, it is a class of its own: `Timeouts` and `PairTimeouts`. A Config
+A group is one flat class without a base class. If a group of dpo.py has settings other than that
+of the programs with rollouts, it is a separate class: `Timeouts` and `PairTimeouts`. A Config
 inherits its single settings; no class declares one again that it inherits. If programs differ in a
 default, each of them declares the setting: `steps` below, `prompts_per_step` in the programs.
 """
@@ -256,7 +256,7 @@ class Demand(NamedTuple):
     engines: int = 0
     engine_gpus: int = 1
     share: float = 1.0  # GPU share of a trainer rank or an engine
-    beside: tuple[tuple[int, int], ...] = ()  # (ranks, tp) of each other network: a teacher
+    beside: tuple[tuple[int, int], ...] = ()  # (ranks, tp) of each additional network: a teacher
 
 
 # A base class, not a group: these settings are `cfg.seed` and `--seed`, without a group's name.

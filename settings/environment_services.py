@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal
 
 # The names that services.genrm may set, and their values in RLVR.
 WEIGHTS = {
-    "reasoning_bonus": 0.5,  # for the shortest reasoning of the group, if its answer is a top one
+    "reasoning_bonus": 0.5,  # for the group's shortest reasoning, if its answer is a top one
     "answer_bonus": 0.5,  # for the shortest answer, if it is a top one
     "top_percentile": 0.2,  # share of the group that is on top
-    "reasoning_length": 0.1,  # from the longest reasoning to the shortest
-    "answer_length": 0.1,  # from the longest answer to the shortest
-    "style": 0.1,  # from the answer with the densest formatting to the plainest
+    "reasoning_length": 0.1,  # score difference between the longest reasoning and the shortest
+    "answer_length": 0.1,  # score difference between the longest answer and the shortest
+    "style": 0.1,  # score difference between the most densely formatted answer and the plainest
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from core.errors import InputError
 
-HUB_SECONDS = 10.0  # for the Hugging Face hub to answer whether it has a model
+HUB_SECONDS = 10.0  # limit for asking the Hugging Face hub whether it has a model
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
@@ -32,7 +32,7 @@ def fetched(model: str, weights: bool) -> str:
     why = ""
     try:  # snapshot_download would ask the same without a deadline
         HfApi().model_info(model, timeout=HUB_SECONDS)
-    except Exception as error:  # from the network or the hub; the cache may have the model
+    except Exception as error:  # a network or hub error; the cache may have the model
         why = f"{type(error).__name__}: {error}; "
     patterns = [*MODEL_FILES, "*.safetensors"] if weights else [*MODEL_FILES]
     try:

@@ -79,7 +79,7 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 
 
 def check_names(Config: type[C], flags: list[str]) -> None:
-    """Raises InputError for a key of another program, naming the setting that is meant here."""
+    """Raises InputError for another program's key, naming the setting that is meant here."""
     if flags:
         names_of_other_trainers.refuse(flags, leaves(Config))
 
@@ -97,7 +97,7 @@ def end_in_one_line(
 def overridden(base: C, flags: list[str]) -> C:
     """Returns `base` with the command-line flags. Raises InputError for a wrong value.
 
-    tyro exits with a message of its own for --help and for flags that it does not know.
+    tyro exits with its own message for --help and for flags that it does not know.
     """
     Config = type(base)
     source = base.command.config

@@ -25,7 +25,7 @@ class Strike(NamedTuple):
     version: int
     seconds: float
     lost: frozenset[int] = frozenset()  # slots that it works on
-    kept: frozenset[int] = frozenset()  # slots that another one works on
+    kept: frozenset[int] = frozenset()  # slots that another engine works on
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Hardware:
     write: float = 0.0  # writing a checkpoint to the disk
 
     def decode(self, batch: int, context: float) -> float:
-        """Returns the seconds for one more token per sequence; all have `context` in total."""
+        """Returns the seconds for one more token in each sequence; `context` counts all tokens."""
         return self.per_token
 
     def prefill(self, tokens: float) -> float:

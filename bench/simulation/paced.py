@@ -33,7 +33,7 @@ class Paced(LogitsProcessor):
         self.base = given["base"]
         self.each = given["each"]
         self.path = f"{given['folder']}/engine-{os.getpid()}.log"
-        self.outputs: dict[int, list[int]] = {}  # output ids by row of the batch
+        self.outputs: dict[int, list[int]] = {}  # output ids by batch row
         self.due = 0.0
 
     def is_argmax_invariant(self) -> bool:

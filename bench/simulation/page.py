@@ -11,7 +11,7 @@ from bench.simulation.world import Step, Trace
 SHOWN = 24  # engines in the picture, spread evenly over all
 BINS = 400  # parts of the time that it shows
 TEMPLATE = Path(__file__).parent / "page.html"
-REPORT = Path(__file__).parents[2] / "runtime/reporting/report_page.html"  # its model
+REPORT = Path(__file__).parents[2] / "runtime/reporting/report_page.html"  # shares its look
 
 
 def write(trace: Trace, found: Findings, path: str) -> None:

@@ -38,7 +38,7 @@ SEATS = 16  # sequences that an engine runs at once
 BASE, EACH = 0.025, 0.0015  # seconds per engine step, and per sequence in it
 LONGEST = 200  # tokens of an answer
 WORD = 8  # letters: a prompt has one token for each, and the tokens around them
-STEPS = {0: 10, 1: 14, 2: 18}  # by max_lag
+STEPS = {0: 10, 1: 14, 2: 18}  # steps by max_lag
 ROWS = {1: 512, P: 256}  # tokens per row, by parts per step: few, so that a part is not joined
 KILLED = (6, 22)  # the step after which an engine is killed, and the steps in all
 DELAY = 0.5  # seconds from the end of that step
@@ -52,7 +52,7 @@ class Beat(NamedTuple):
     began: float
     slept: float  # the time until which the engine slept
     batch: int
-    kept: int  # of these, sequences that the step before had as well
+    kept: int  # sequences that the step before had as well
 
 
 @dataclasses.dataclass

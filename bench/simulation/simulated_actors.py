@@ -97,7 +97,7 @@ class Stage:
         self.transfer: Transfer | None = None
         self.traced = False  # whether engines keep their history
         self.histories: dict[int, list[tuple[float, int]]] = {}  # histories of engines, by place
-        self.spans: list[Span] = []  # of groups that were rolled out
+        self.spans: list[Span] = []  # groups that were rolled out
         self.trainings: list[Training] = []
         self.planned: list[Update] | None = None  # the updates that a rank was given last
         self.seconds = 0.0  # seconds that they take
@@ -146,7 +146,7 @@ class EngineActor:
         places = {other.place for other in stage.engines}
         self.place = next(i for i in range(len(places) + 1) if i not in places)
         self.version = -1
-        self.groups: dict[Group, None] = {}  # in the order in which they came
+        self.groups: dict[Group, None] = {}  # in arrival order
         self.idle = Idle()
         self.open: set[Answer] = set()  # calls that are not answered yet
         self.hangs = False
@@ -308,7 +308,7 @@ class TeacherActor:
 
     def __init__(self, stage: Stage, cfg: "TrainingSettings"):
         self.stage = stage
-        self.cfg = cfg  # of the teacher's ranks
+        self.cfg = cfg  # settings of the teacher's ranks
         self.error: Exception | None = None
         self.open: set[Answer] = set()
         stage.teachers.append(self)

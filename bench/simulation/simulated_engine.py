@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from bench.simulation.hardware import Hardware
 
-NEARLY = 1e-6  # of a token
+NEARLY = 1e-6  # tokens that count as none
 
 
 class Sequence:
@@ -44,8 +44,8 @@ class Engine:
         self.context = 0.0  # tokens of all running sequences
         self.steps = 0.0  # steps of the engine so far
         self.reading = 0.0  # seconds of reading that prompts still need
-        self.since = 0.0  # when the present stretch began
-        self.until = 0.0  # when the stretch ends
+        self.since = 0.0  # start of the present stretch
+        self.until = 0.0  # end of the stretch
         self.stretch = 0.0  # steps in the stretch
         self.paused = False
         self.is_planned = False

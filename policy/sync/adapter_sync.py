@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from policy.fsdp import FSDPPolicy
     from policy.sync.weight_sync import Source
 
-AT_ONCE = 1 << 24  # elements of a matrix that are merged at once, in float32: 64 MiB
+AT_ONCE = 1 << 24  # matrix elements that are merged at once, in float32: 64 MiB
 LEFT, RIGHT, PRODUCT = ":left", ":right", ":product"  # suffixes to a matrix's name, in an update
 
 
@@ -178,7 +178,7 @@ class Base(NamedTuple):
 
     folder: str
     scale: float
-    metas: list[WeightMeta]  # of the merged weights, in the order in which their parts are sent
+    metas: list[WeightMeta]  # describe the merged weights, in the order of sending their parts
 
     def merged(
         self, sent: Iterator[tuple[str, Tensor]], device: torch.device

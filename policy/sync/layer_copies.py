@@ -55,7 +55,7 @@ class Home(NamedTuple):
 
     layer: str
     name: str
-    tensor: Tensor  # without memory
+    tensor: Tensor  # a tensor without memory
 
 
 def storage(tensor: Tensor) -> int:

@@ -108,7 +108,7 @@ class Proof:
         self.loaded: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
         self.rank = get_tensor_model_parallel_rank()
         self.turn = turn
-        self.spans: dict[str, list[Span]] = defaultdict(list)  # by parameter
+        self.spans: dict[str, list[Span]] = defaultdict(list)  # spans by parameter
         # Spans by parameter, then by this worker's expert.
         self.experts: dict[str, dict[int, list[ExpertSpan]]] = defaultdict(
             lambda: defaultdict(list)

@@ -67,7 +67,7 @@ class Source(Protocol):
 class Wire(NamedTuple):
     """The terms of weight updates, known to both sides. They are pickled to the engines."""
 
-    metas: list[WeightMeta]  # of all tensors, in the order in which they are sent
+    metas: list[WeightMeta]  # describe all tensors, in sending order
     join_seconds: float  # deadline for meeting
     seconds: float  # deadline for a broadcast
     shares_gpu: bool  # True: an engine and a trainer rank may have the same GPU
@@ -184,7 +184,7 @@ class Sender:
         metas = policy.weight_metas()
         self.wire = Wire(metas, waits.ANSWER_SECONDS, timeouts.sync, shares_gpu, base)
         self.group: Group | None = None  # rank 0, its node-mates and the engines' workers
-        self.rank = 0  # in that group
+        self.rank = 0  # this rank's number in that group
         self.store: dist.Store | None = None  # the store where they met
         self.aborted = False
         self.staged: Iterator[Tensor] | None = None  # buffers, the first of them gathered

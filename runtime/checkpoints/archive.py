@@ -3,7 +3,7 @@
 The file has a column for each field of `Sample`. Columns that end in `_T` hold the tokens of all
 samples end to end, the others one entry per sample. Texts, and dictionaries as JSON, are one
 JSON list: numpy would make each text as wide as the longest. Columns that end in `_M` hold arrays
-of any length end to end, and `ends_NAME` where the array of each sample ends. The file also has
+of any length end to end, and `ends_NAME` where each sample's array ends. The file also has
 `slot`, `version` and `line` of each group, `group` and `length` of each sample, and `logp_T`, the
 trainer's logprobs, NaN for tokens without one.
 """

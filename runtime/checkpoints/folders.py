@@ -63,7 +63,7 @@ def flush(path: Path) -> None:
 def commit(aside: str, folder: str, files: dict[str, tuple[int, int]]) -> None:
     """Renames a written folder to its final name, then marks it; both are flushed.
 
-    The export gets a marker of its own because it stays when the rest is deleted.
+    The export gets its own marker because it stays when the rest is deleted.
     """
     export = {name.removeprefix(EXPORT): files[name] for name in files if name.startswith(EXPORT)}
     mark(f"{aside}/{EXPORT}", export)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class ScoredShare(NamedTuple):
     """A rank's logprobs for the samples that it trained, and the samples' places in the batch."""
 
-    places: list[Place]  # (group of the batch, place in the group), in the order of the logprobs
+    places: list[Place]  # (group in the batch, place in the group), in the order of the logprobs
     logps: Ref[np.ndarray]  # float32 [T] for all their tokens
 
 

@@ -54,7 +54,7 @@ class Engine:
 
     actor: "ActorHandle"  # actor of a Generator
     number: int  # order of launch, in which equally busy engines are chosen
-    home: str  # its node; "" for any
+    home: str  # its node; "" for any node
     start: asyncio.Future  # done when it has started, or failed to start
     state: State = State.STARTING
     groups: int = 0  # number of groups that it works on
@@ -70,7 +70,7 @@ class Received(NamedTuple):
     """An engine's report of a weight update."""
 
     phases: dict[str, float]  # seconds per phase in SYNC
-    checksums: list[int]  # of the bytes that each worker received
+    checksums: list[int]  # checksum of the bytes that each worker received
     meters: dict[str, float]  # since the last update: tokens, seconds without a request, ...
 
 

@@ -107,7 +107,7 @@ class Cluster:
     ) -> tuple["list[ActorHandle]", list[str], list]:
         """Starts the ranks of a network, one on each of the nodes `homes`.
 
-        Returns the ranks in order, the node of each ("" without GPUs), and what each rank's `start`
+        Returns the ranks in order, each rank's node ("" without GPUs), and what each rank's `start`
         returned.
         """
         groups = {"io": 1, "watch": 2}  # threads in addition to the one that computes
@@ -129,7 +129,7 @@ class Cluster:
     def task(self, function: Callable, *args: Any, returns: int = 1) -> Any:
         """Runs a function in its own process, near its data; retries if the process dies.
 
-        Returns Ray's reference to the result, or a list of as many references as it `returns`.
+        Returns Ray's reference to the result, or a list of `returns` references.
         """
         import ray
 

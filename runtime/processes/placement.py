@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from settings.config import TrainingSettings
 
 CPU_NODE = "cpu_node"  # a resource of the nodes for rollout workers, if the cluster has such nodes
-LEAST_SHARE = 1e-4  # of a GPU: the smallest share that Ray counts
+LEAST_SHARE = 1e-4  # the smallest share of a GPU that Ray counts
 
 
 class Shares(NamedTuple):
@@ -108,7 +108,7 @@ class Places(NamedTuple):
     nodes: list[Node]
     engines: list[str]
     trainers: list[str]
-    beside: Sequence[list[str]] = ()  # by network in `cfg.demand.beside`
+    beside: Sequence[list[str]] = ()  # nodes by network in `cfg.demand.beside`
 
     def free_home(self, taken: Iterable[str]) -> str:
         """Returns a node for one more engine, if the others are on the nodes `taken`."""

@@ -133,7 +133,7 @@ def cpu_variables(cfg: TrainingSettings) -> dict[str, str]:
     # Two busy processes with two threads each are 5 times slower on two cores: threads spin.
     alive = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
     cpus = [count for count in alive if count] or [1]
-    busy = math.ceil((cfg.policy.ranks + cfg.demand.engines) / len(cpus))  # on each node
+    busy = math.ceil((cfg.policy.ranks + cfg.demand.engines) / len(cpus))  # processes on each node
     threads = max(1, int(min(cpus)) // busy)
     return {
         "OMP_NUM_THREADS": str(threads),

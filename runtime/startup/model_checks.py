@@ -195,7 +195,7 @@ def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") 
 
 def check_attention(cfg: "TrainingSettings") -> None:
     """Raises InputError if transformers does not have the attention of `policy.attention`."""
-    from policy.attention import AttentionInterface  # with the kernel that is added there
+    from policy.attention import AttentionInterface  # includes the kernel that is added there
 
     chosen = cfg.policy.attention
     known = ["auto", "eager", *AttentionInterface().valid_keys()]
