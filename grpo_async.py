@@ -186,7 +186,7 @@ class Config(GroupSettings):
     prompts_per_step: PositiveInt = 256
     """P, prompt groups in a batch."""
     group_size: PositiveInt = 16
-    """G, samples of each prompt."""
+    """G, samples per prompt."""
     advantage: Advantage = dataclasses.field(default_factory=Advantage)
     """Baseline, normalisation, penalties."""
     correction: Correction = dataclasses.field(default_factory=Correction)

@@ -97,7 +97,7 @@ class Config(TeacherSettings, GroupSettings):
     prompts_per_step: PositiveInt = 1024
     """P, prompt groups in a batch."""
     group_size: PositiveInt = 1
-    """G, samples of each prompt; 2 or more for loss.reward."""
+    """G, samples per prompt; 2 or more for loss.reward."""
     advantage: Advantage = dataclasses.field(default_factory=Advantage)
     """From rewards to their advantages, for loss.reward."""
     correction: Correction = dataclasses.field(default_factory=lambda: Correction(low=0.2))
