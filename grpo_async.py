@@ -9,12 +9,12 @@ it, in vLLM and up to max_lag versions older: w_t corrects that lag and the engi
 sequences whose mean exp|log pi_train - log pi_engine| is at most 2 are summed. One update per
 batch is made, so the PPO ratio is 1 and never clips.
 
-All stages of Nemotron 3 Super, NVIDIA's 120B model whose RL recipe is public, have this objective.
-The GRPO paper's objective, and some twenty others, take a setting or a few lines: docs/variants.md.
+Every RL stage of Nemotron 3 Super, NVIDIA's 120B model with a public recipe, uses this objective.
+The GRPO paper's and some twenty others need only a setting or a few lines: docs/variants.md.
 
 Two loops run at once and meet in a buffer. A group of rollouts belongs to a slot. Slot i is trained
 at step i // P and nowhere else, and may start as soon as the policy has version i // P - max_lag
-(max_lag is 1 by default). Slots take the prompts in file order, again from the top when they end:
+(max_lag is 1 by default). Slots take prompts in file order and wrap around at the end of the file:
 
            prompts (JSONL, file order)
                  |  slot i starts when version >= i // P - max_lag
@@ -154,13 +154,14 @@ class Loss:
     reduction: Literal["token", "sequence"] = "token"
     """Every token weighs the same, or every sequence does (an episode may consist of several)."""
     skip_zero_advantage: bool = True
-    """Count samples without advantage in the divisor but spend no compute on them."""
+    """Count samples with zero advantage in the divisor, but spend no compute on them."""
 
 
 class GroupSettings(RunSettings):
-    """The settings of any algorithm on groups of rollouts; mopd.py shares the code that reads them.
+    """Settings for any algorithm that trains on groups of rollouts.
 
-    Each algorithm declares the fields in its Config, where their defaults stand.
+    mopd.py shares the code that reads them. Each algorithm declares the fields in its Config, with
+    their defaults.
     """
 
     advantage: Advantage
@@ -400,7 +401,8 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
     `logp_T` [T] has the trainer's logprob of each token, with gradient. The count that the filter
     keeps is known only after the last row. So each row is divided by the planned count of the
-    update over all ranks, and the gradients are rescaled once, before the optimizer step:
+    update over all ranks, over which gradients are summed, and these are rescaled once, before the
+    optimizer step:
 
         1,000 tokens are planned                                  each row is divided by 1,000
         the filter drops a sequence of 200                        800 are kept
@@ -623,7 +625,7 @@ class Generator:
     def __init__(self, cfg: RunSettings):
         self.cfg = cfg
         self.version = -1  # no policy has been synced yet
-        self.written = Drafts()  # the answers of running requests so far, if this engine is lost
+        self.written = Drafts()  # answers so far; rollout workers copy them, for another engine
 
     async def start(self) -> None:
         """Builds the engine; its weights come with its first update."""
@@ -649,7 +651,7 @@ class Generator:
         draft = turns[j]
         if draft.finish_reason:
             return
-        rest = rest_of(request, j, draft)
+        rest = rest_of(request, j, draft)  # the prompt and the draft; only new tokens come back
         room = self.cfg.sampling.max_model_len - len(rest.prompt_ids)
         params = SamplingParams(
             seed=rest.seed,
@@ -669,7 +671,10 @@ class Generator:
         turns[j] = draft.extended(new)
 
     def drafts(self, name: str, known: list[int | None]) -> list[Turn | None]:
-        """Returns the tokens of each answer after the first `known`; None if the caller has all."""
+        """Returns the new tokens of each answer, after its first `known`.
+
+        None in `known`, and in the result, is an answer that the caller has whole.
+        """
         return self.written.since(name, known, self.engine.output_processor.request_states)
 
     async def join_sync_group(
@@ -682,8 +687,8 @@ class Generator:
     async def update_weights(self, version: int, verify: bool) -> Received:
         """Receives `version` in flight, between two engine steps.
 
-        If this raises, the engine is discarded and replaced. CutOff is the exception: the engine
-        stays paused then, and the next update sends all weights again.
+        If this raises, the engine is discarded and replaced, except on CutOff: then the engine
+        stays paused, and the next update sends all weights again.
         """
         began = time.perf_counter()
         await self.engine.pause_generation(mode="keep", clear_cache=False)
@@ -725,7 +730,7 @@ class RolloutWorker(Generic[C]):
         with self.samplers.of_group(engine, row, slot, n) as group:
             episodes = await registry.rollouts(row, group.samplers)
         rollouts = self.finish(row, slot, episodes)
-        judging_seconds = group.idle.take()
+        judging_seconds = group.idle.take()  # in which no rollout of the group waited for tokens
         for info in rollouts.infos:
             info.judging = judging_seconds
         return rollouts
@@ -812,7 +817,7 @@ class GradientSum:
 class Trained(NamedTuple):
     """A rank's results of a batch. Ray keeps the logprobs; the driver fetches the others."""
 
-    metrics: dict[str, float]  # means over the batch's updates, of all ranks; its own seconds
+    metrics: dict[str, float]  # means over updates and ranks; the seconds are this rank's
     mismatch: MismatchTable  # between trainer and engine, by environment, lag and place
     logps: np.ndarray  # float32 [T] of all tokens, in the order of the share's places
 
@@ -899,7 +904,8 @@ class Trainer(SendingRank[Config]):
             return policy_loss(logp_T, batch, self.cfg)
 
         batches = [row.batch for row in rows]
-        self.gradients.add(update, self.policy.forward_backward(batches, loss_fn, update.more))
+        row_stats = self.policy.forward_backward(batches, loss_fn, update.more)
+        self.gradients.add(update, row_stats)
         scored: list[ScoredRow] = []
         if not self.policy.reports:  # on all but the last pipeline stage, loss_fn was not called
             return scored
@@ -1097,7 +1103,8 @@ class Run(Generic[C]):
         self.current_step = StepInParts()
         self.evaluated = -1  # the last policy version that was evaluated
         self.dropped_in_a_row = 0
-        # Held from optimizer step to sync: a repair must never send weights without a version.
+        # Held from the optimizer step through the sync, so that a repair never sends weights that
+        # have no version yet.
         self.training = asyncio.Lock()
         self.leaving = ""  # the reason, once the run is asked to save and leave
 
@@ -1169,7 +1176,10 @@ class Run(Generic[C]):
         self.progress.next_prompt += 1
 
     async def fill(self, slot: int) -> None:
-        """Rolls out a slot's prompt; if it keeps failing, the next prompt takes its place."""
+        """Rolls out a slot's prompt; if it keeps failing, the next prompt takes its place.
+
+        An error comes after all tries of the dispatcher.
+        """
         progress = self.progress
         while True:
             row = self.rows[progress.in_flight[slot] % len(self.rows)]
@@ -1306,6 +1316,7 @@ class Run(Generic[C]):
         )
         if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
             for call in calls:
+                # From the share's numbering of groups to that of the whole step.
                 places = call.share.places(first=len(current.groups))
                 current.scores.append(ScoredShare(places, call.logps))
         current.groups += groups
@@ -1349,7 +1360,7 @@ class Run(Generic[C]):
     async def save(self) -> None:
         """Copies this moment while the run waits, and writes the copy while the run continues."""
         await self.checkpoints.written()
-        async with self.training:  # a repair must not wait for ranks that copy: it would fail
+        async with self.training:  # ranks that copy cannot answer a repair, which would time out
             ready = [*self.buffer.taken, *self.buffer.ready.values()]  # at the moment of the state
             await self.checkpoints.save(self.state(), ready, self.tasks)
 

@@ -99,7 +99,7 @@ class Config(TeacherSettings, GroupSettings):
     group_size: PositiveInt = 1
     """G, samples per prompt; 2 or more for loss.reward."""
     advantage: Advantage = dataclasses.field(default_factory=Advantage)
-    """From rewards to their advantages, for loss.reward."""
+    """How rewards are turned into advantages, for loss.reward."""
     correction: Correction = dataclasses.field(default_factory=lambda: Correction(low=0.2))
     """Importance weights of the tokens, pi_train / pi_engine, and the sequence-error filter."""
     loss: Loss = dataclasses.field(default_factory=Loss)
@@ -143,7 +143,7 @@ class Batch(grpo_async.Batch):
 def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
     """Joins samples into one row; without samples, the row is one token that trains nothing.
 
-    Raises RuntimeError for a sample without a finite teacher's logprob for each token.
+    Raises RuntimeError if any token of a sample lacks a finite teacher logprob.
     """
     row = grpo_async.pack(samples, update, cfg)
     pieces = []
@@ -202,7 +202,7 @@ class RolloutWorker(grpo_async.RolloutWorker[Config]):
             return await super().rollout_group(engine, row, slot, n)
         with self.samplers.of_group(engine, row, slot, n) as group:
             params = row["responses_create_params"]
-            sampler = group.samplers[0]
+            sampler = group.samplers[0]  # any of them can generate for the whole group
             prompt_ids = sampler.render(params["input"], params.get("tools"))
             turns = await sampler.generate(prompt_ids, n)
         return self.finish(row, slot, [Episode([turn], Reward(0.0)) for turn in turns])
@@ -217,8 +217,8 @@ class Teacher(Rank):
     def start(self, rank: int, address: tuple[str, int]) -> None:
         """Joins the other ranks and loads the checkpoints of the teachers that they serve.
 
-        `cfg` is a host's own: its `model` is the first of these checkpoints. Raises
-        RuntimeError if a checkpoint was exported by a run and does not match its marker.
+        A host is the ranks that serve one or more teachers; the `model` of its `cfg` is their first
+        checkpoint. Raises RuntimeError if a checkpoint does not match the marker of its export.
         """
         cfg = self.cfg
         self.join_ranks(rank, address)
@@ -243,12 +243,13 @@ class Teacher(Rank):
         """
         began = time.perf_counter()
         teacher = self.networks[model]
+        no_loss = Update(planned_tokens=1, planned_sequences=1, rows=[])  # nothing is divided
         packed: list[list[Sample]] = []
         batches: list[grpo_async.Batch] = []
         for places in rows:
             samples = [groups[g][j] for g, j in places]
             packed.append(samples)
-            batches.append(grpo_async.pack(samples, Update(1, 1, []), self.cfg))
+            batches.append(grpo_async.pack(samples, no_loss, self.cfg))
         logps = [logp_T.cpu().numpy() for logp_T in teacher.logprobs(batches)]
         seconds = time.perf_counter() - began
         if not teacher.reports:
@@ -333,7 +334,8 @@ class Trainer(SendingRank):
             logps.append(logp_T.detach())
             return distillation_loss(logp_T, batch, self.cfg)
 
-        self.gradients.add(update, self.policy.forward_backward(batches, loss_fn, update.more))
+        row_stats = self.policy.forward_backward(batches, loss_fn, update.more)
+        self.gradients.add(update, row_stats)
         scored: list[ScoredRow] = []
         if not self.policy.reports:  # on all but the last pipeline stage, loss_fn was not called
             return scored
@@ -350,7 +352,7 @@ class Trainer(SendingRank):
         summed = self.gradients
         self.gradients = GradientSum()
         total = self.reduced(summed.row_stats)
-        # Samples that were counted and are in no row count as kept.
+        # What the filter drops is no longer counted.
         kept = summed.planned_tokens - total["row_tokens"] + total["kept_tokens"]
         grad_scale = max(summed.updates[0].planned_tokens, 1) / max(kept, 1)
         measured = metrics.step_metrics(total, summed.planned_tokens, grad_scale)

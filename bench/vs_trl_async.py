@@ -55,11 +55,11 @@ STEPS = 12  # measured
 P = 8
 G = 8
 SEATS = 16  # requests that the engine runs at once
-PACE = 0.012  # seconds that an engine step takes at least
+PACE = 0.012  # minimum seconds per engine step
 MEDIAN = 16  # tokens of an answer; the mean is 26
 SPREAD = math.sqrt(0.5)  # standard deviation of the log of a length, of prompts and of samples
 LONGEST = 192  # every 150th answer is cut off here
-TRAIN = 1.25  # seconds for 64 samples, as generation has: 64 / 16 seats * 26 tokens * 12 ms
+TRAIN = 1.25  # seconds for 64 samples, the same as generation: 64 / 16 seats * 26 tokens * 12 ms
 STILL = 0.1  # seconds without an engine step that count as idle
 EOS = 1  # id in launch/tiny_model.py's tokenizer
 FAULTS = {8: "request", 12: "reward"}  # step -> what fails once, in a run with faults
@@ -394,7 +394,7 @@ def show(name: str, results: list[dict]) -> None:
 
 
 def ratio(name: str, ours: list[dict], peer: str, theirs: list[dict]) -> str:
-    """Returns our rates over the rates of TRL's row `peer`, in means of repetitions."""
+    """Returns our rates divided by those of TRL's row `peer`, averaged over repetitions."""
     samples, tokens = (
         statistics.fmean(result[key] for result in ours)
         / statistics.fmean(result[key] for result in theirs)

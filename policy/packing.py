@@ -100,7 +100,7 @@ def plan_rows(
     """
     length_N = np.array(lengths, dtype=np.int64)
     order_N = np.argsort(-length_N, kind="stable")
-    # Of all samples that are at least as long as a given one, a row holds capacity // length.
+    # A row holds at most capacity // length samples that are at least as long as a given one.
     share_N = np.maximum(1, capacity // np.maximum(1, length_N[order_N]))
     crowd_N = np.arange(1, len(lengths) + 1) / share_N
     least = max(1, crowd_N.max(initial=0), length_N.clip(max=capacity).sum() / capacity)

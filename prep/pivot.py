@@ -104,7 +104,7 @@ class Pivot:
 
 
 def conversation(record: dict) -> tuple[list[dict], list[dict]]:
-    """Returns the messages and tools of a trajectory, each of which is a list or its JSON."""
+    """Returns a trajectory's messages and tools, each given as a list or as a JSON string."""
     params = record.get("responses_create_params") or {}
     messages = list_of(record.get("messages") or params.get("input") or [], "messages")
     tools = list_of(record.get("tools") or params.get("tools") or [], "tools")

@@ -54,7 +54,7 @@ class Profile:
             done = subprocess.run(self.command(run_dir))
             if done.returncode:
                 raise InputError(
-                    f"grpo_async.py ended with {done.returncode}; run folder {run_dir}"
+                    f"grpo_async.py exited with code {done.returncode}; run folder {run_dir}"
                 )
             total, passed = self.counts(Path(run_dir) / "evaluation" / "rollouts.jsonl")
             lacking = 0

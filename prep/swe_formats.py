@@ -239,7 +239,7 @@ def of_r2e(found: Issue, scripts: Scripts) -> dict[str, Any]:
     """Returns the row for an R2E-Gym record, whose image holds its tests."""
     registry = str(found.fields.get("docker_image") or "")
     if not registry:
-        # OWNER__Repo-COMMIT, as NeMo-Gym finds the image.
+        # The id is OWNER__Repo-COMMIT; the image's name follows from it as in NeMo-Gym.
         name = re.sub(r"^[^_]+__([^-]+)-", lambda m: f"{m[1].lower()}_final:", found.id)
         registry = f"namanjain12/{name}"
     tag = registry.rpartition("/")[2].replace(":", "_")
@@ -257,7 +257,7 @@ def of_r2e(found: Issue, scripts: Scripts) -> dict[str, Any]:
 
 
 def of_smith(found: Issue, scripts: Scripts) -> dict[str, Any]:
-    """Returns the row for a SWE-smith record: its patch makes the bug; reversed, it repairs it."""
+    """Returns the row for a SWE-smith record: its patch adds the bug; reversed, it repairs it."""
     registry = found.text("image_name")
     made = base(found, registry.rpartition("/")[2].replace(":", "_"), registry)
     given = scripts("smith", found.fields)

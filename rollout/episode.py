@@ -1,6 +1,6 @@
 """Holds the turns of policy and environment, and makes the token sequences to train on from them.
 
-Tokens in, tokens out: the sampled ids are trained, never a re-tokenisation of the text.
+Tokens in, tokens out: the sampled ids are trained on, never a re-tokenisation of the text.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@ The Config of a program has single settings (`--steps`) and groups of settings (
     mopd.Config          RunSettings, and TeacherSettings of settings/distillation.py
     dpo.Config           PairSettings
 
-A group is one flat class without a base class. If a group of dpo.py has settings other than that
-of the programs with rollouts, it is a separate class: `Timeouts` and `PairTimeouts`. A Config
+A group is one flat class without a base class. If a group has different settings in dpo.py than in
+the programs with rollouts, dpo.py's is a separate class: `Timeouts` and `PairTimeouts`. A Config
 inherits its single settings; no class declares one again that it inherits. If programs differ in a
 default, each of them declares the setting: `steps` below, `prompts_per_step` in the programs.
 """

@@ -504,7 +504,7 @@ class Rollout:
         self.ask(draft, shared)
 
     def ask(self, draft: float, shared: int) -> None:
-        """Asks the engine to write this turn, from a draft on; it has read `shared` tokens."""
+        """Asks the engine to continue this turn from a draft; it has read `shared` tokens."""
         work = self.group.stage.workload
         engine = self.group.engine
         end = self.total * (self.turn + 1) / work.turns

@@ -18,10 +18,10 @@ error that names the reason.
 The run trains on the turns that its own sampler saw, with their ids, logprobs and versions. In
 NeMo-RL they travel as JSON through each server between engine and trainer, with all earlier turns.
 
-A failed try is never a reward: neither one that the server marks (`_ng_failure_class`), for example
-because its judge could not be asked, nor an error. Nor is a try in which the endpoint refused a
-request, or the agent did not wait for the last answer: some agents take any error, and their own
-time-out, for the end of an episode. A mask set by the server is trusted. An agent that is
+A failed try never counts as a reward: neither one that the server marks (`_ng_failure_class`), for
+example because its judge could not be asked, nor an error. Nor does a try in which the endpoint
+refused a request, or the agent did not wait for the last answer: some agents take any error, and
+their own time-out, for the end of an episode. A mask set by the server is trusted. An agent that is
 unreachable costs time. If an engine dies, the try ends: the agent restarts the episode, and
 finished answers are replayed as long as it makes the same requests. `mask_sample` takes a sample
 out of the loss; its reward stays in the baseline.

@@ -3,9 +3,9 @@
 Row: `rubric` ([{"id", "criteria"}]), `prompt`, `reference_response`, and the judge's own words:
 `judge_system_prompt` and `judge_prompt_template` with the places {prompt}, {model_response},
 {standard_response} and {criteria}. Judged, as in NeMo-Gym's resources_servers/inverse_if: the text
-after the thought, by the judge `general`, one call per criterion. Its verdict is the "result"
-of a JSON object, PASS or FAIL: in the first fenced block, else in any object, else the word in the
-last of the final five lines that has one. Rewards are in [0, 1].
+after the thought, by the judge `general`, one call per criterion. Its verdict, PASS or FAIL, is
+the "result" of the JSON object in the first fenced block, else of any JSON object, else the word in
+the last of the final five lines that contains one of them. Rewards are in [0, 1].
 
 Deliberate deviations: a row is bad if its template lacks a place or has an unknown one; an answer
 that is empty or cut off earns 0 unseen; a reply without a verdict is counted, and the criterion

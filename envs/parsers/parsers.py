@@ -70,7 +70,7 @@ def is_named(named: Services) -> bool:
 
 @functools.cache
 def problem(named: Services, model: str) -> str:
-    """Returns why vLLM's parsers cannot be used with a model, and which exist; "" if they can."""
+    """Returns why a model cannot use vLLM's parsers, and names the existing ones; "" if it can."""
     if not is_named(named):
         return ""
     if not model:
@@ -113,7 +113,7 @@ class Server:
             if line := _line_of(process):
                 return json.loads(line)
             self.close()
-        raise CheckerError(f"vLLM's parsers {self.names[:2]} died twice of one answer")
+        raise CheckerError(f"vLLM's parsers {self.names[:2]} died twice on the same answer")
 
     def start(self) -> subprocess.Popen[str]:
         """Starts the process. Raises CheckerError with the reason if it cannot parse."""

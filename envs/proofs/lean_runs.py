@@ -15,7 +15,7 @@ ENDED = {"completed": "", "failed": "", "timeout": "time"}  # the service's stat
 ERROR = re.compile(r":(\d{1,9}):\d+: error")  # as in FILE:LINE:COLUMN: error: unknown identifier
 # The proof is at fault. Without such an error, Lean was killed, or had no memory or disk.
 SAYS_WHY = re.compile(rf"{ERROR.pattern}|stack overflow|deep recursion", re.IGNORECASE)
-# The machine is at fault, because a proof can do no IO and start no thread.
+# The machine is at fault, because a proof can neither do IO nor start a thread.
 MACHINE = re.compile(r"error: (?:IO error|failed to create thread)")
 COMPILES: set[str] = set()  # headers that compiled in this process
 REFUSES: set[str] = set()  # headers below which a false proof was refused in this process

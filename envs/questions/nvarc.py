@@ -57,7 +57,7 @@ def check(row: dict) -> None:
 
 
 def check_grid(row: dict, field: str) -> None:
-    """Raises ValueError unless a field holds rows of equally many integers from 0 to 9."""
+    """Raises ValueError unless a field holds rows of integers from 0 to 9, of equal length."""
     grid = get(row, field, list, "a grid, a list of lists")
     require(grid, field, grid, "at least one row")
     for i, line in enumerate(grid):

@@ -145,7 +145,7 @@ class Session:
         return f"The code ended the interpreter. {LOST}"
 
     async def ask(self, code: str) -> str | None:
-        """Returns the text that the code prints, or None if the session dies or is malformed."""
+        """Returns what the code prints, or None if the session dies or its reply is malformed."""
         assert self.connection
         loop = asyncio.get_running_loop()
         text = bytearray()

@@ -174,7 +174,7 @@ class Shell:
 async def said_after(
     folder: bytes, files: dict[str, str], command: str, limits: Limits
 ) -> str | None:
-    """Runs a command in a fresh sandbox, in a packed folder with `files` over its own.
+    """Runs a command in a fresh sandbox, in a packed folder with `files` in place of its own.
 
     Returns its output, or None if it passes a limit, or if the folder cannot be unpacked anywhere.
     Raises CheckerError, also if unpacking fails for another reason. A command ended by a signal in

@@ -81,7 +81,7 @@ class Entry(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows or columns of one of several tensors, each cut into n pieces that alternate."""
+    """Rows or columns of one of several tensors, each cut into n interleaved pieces."""
 
     name: str
     start: int

@@ -236,7 +236,7 @@ class WeightReceiver:
             self.refresh_tied_head(draft)
 
     def whole(self, sent: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Returns an update's whole weights: merged ones if it carries adapters alone."""
+        """Returns an update's full weights, merged if it carries only adapters."""
         base = self.sync_wire.base
         return base.merged(sent, self.device) if base else sent
 

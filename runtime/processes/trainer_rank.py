@@ -162,7 +162,7 @@ class SendingRank(Rank[R]):
         self.sender.join(store, rank, world)
 
     def stage_weights(self) -> None:
-        """Gathers the first of the weights while the engines still generate; collective."""
+        """Gathers the first bucket of weights while the engines still generate; collective."""
         self.sender.stage()
 
     def send_weights(self, verify: bool) -> int:

@@ -70,7 +70,7 @@ def test_the_run_is_an_evaluation_of_every_row_that_the_program_understands(prof
 
 
 @pytest.mark.parametrize(("rollouts", "code", "message"), [
-    ([], 3, "grpo_async.py ended with 3; run folder run"),
+    ([], 3, "grpo_async.py exited with code 3; run folder run"),
     ([(None, 1)], 0, "rollouts.jsonl:1: expected a rollout: TypeError"),
 ])  # fmt: skip
 def test_what_fails_is_named_and_leaves_nothing(profiled, tmp_path, rollouts, code, message):
