@@ -118,7 +118,7 @@ def test_an_engine_step_takes_as_long_as_it_is_told(tmp_path):
     from bench.simulation.paced import Paced
 
     given = {"base": 0.1, "each": 0.02, "folder": str(tmp_path)}
-    paced = Paced(SimpleNamespace(additional_config=given))
+    paced = Paced(SimpleNamespace(additional_config=given), "cpu", False)
     added = [(i, None, None, []) for i in range(3)]
     paced.update_state(BatchUpdate(3, [], added, []))
     time.sleep(0.01)
