@@ -982,7 +982,8 @@ class Engines:
                 # Re-raises the error if no new engine can help.
                 await repair.discard_dead(fleet, error, lost_before)
                 continue
-            fleet.probe.judge(version, gaps)
+            if gaps:
+                fleet.probe.judge(version, gaps)
             if fleet.alive:  # all may have died after they acknowledged the update
                 fleet.all_synced()
                 return measured | {"engines": len(fleet.queue)}
