@@ -72,7 +72,7 @@ def test_a_check_that_is_killed_before_it_is_asked(hit):
     assert verdict(pool, "") == {"value": 1.0}
     asked = hit(kill)
     assert verdict(pool, "1") == {"value": 1.0} == verdict(pool, "1")
-    assert len(asked) == 2
+    assert len(asked) >= 2  # once more if a busy machine starves the next child
 
 
 def test_a_check_that_is_stopped_and_runs_no_answer(hit):
