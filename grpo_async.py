@@ -784,6 +784,9 @@ class ScoredRow(NamedTuple):
     logp_T: Tensor
 
 
+RowLossFn = Callable[[Tensor, Any], RowLoss]  # (logp_T, the batch of a packed row)
+
+
 class GradientSum:
     """The gradients that wait for the optimizer step: the updates and row stats they came from.
 
@@ -794,10 +797,30 @@ class GradientSum:
         self.updates: list[Update] = []
         self.row_stats: list[dict[str, Tensor]] = []
 
-    def add(self, update: Update, row_stats: list[dict[str, Tensor]]) -> None:
-        """Adds an update, or a part of one, whose backward passes are done."""
+    def add(
+        self, policy: Policy, update: Update, rows: list[PackedRow], loss: RowLossFn
+    ) -> list[ScoredRow]:
+        """Runs forward and backward over a rank's rows of an update, or of a part of one.
+
+        Returns the rows that have samples, with the logprobs that the engine's are compared with.
+        One rank of a replica returns them: the others have the same rows, or no logprobs.
+        """
+        logps: list[Tensor] = []
+
+        def noting_loss(logp_T: Tensor, batch: Batch) -> RowLoss:
+            logps.append(logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T)
+            return loss(logp_T, batch)
+
+        batches = [row.batch for row in rows]
+        self.row_stats += policy.forward_backward(batches, noting_loss, update.more)
         self.updates.append(update)
-        self.row_stats += row_stats
+        scored: list[ScoredRow] = []
+        if not policy.reports:  # on all but the last pipeline stage, the loss was not called
+            return scored
+        for row, logp_T in zip(rows, logps, strict=True):
+            if row.samples:
+                scored.append(ScoredRow(row.samples, logp_T))
+        return scored
 
     def first_part(self, update: Update) -> Update:
         """Returns the first part of the step that `update` is a part of: usually itself."""
@@ -892,27 +915,9 @@ class Trainer(SendingRank[Config]):
                 batch.ref_logp_T = logp_T
 
     def add_gradients(self, update: Update, rows: list[PackedRow]) -> list[ScoredRow]:
-        """Runs forward and backward over this rank's rows of an update, or of a part of one.
-
-        Returns the rows that have samples, with the logprobs that the engine's are compared with.
-        One rank of a replica returns them: the others have the same rows, or no logprobs.
-        """
-        logps: list[Tensor] = []
-
-        def loss_fn(logp_T: Tensor, batch: Batch) -> RowLoss:
-            logps.append(logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T)
-            return policy_loss(logp_T, batch, self.cfg)
-
-        batches = [row.batch for row in rows]
-        row_stats = self.policy.forward_backward(batches, loss_fn, update.more)
-        self.gradients.add(update, row_stats)
-        scored: list[ScoredRow] = []
-        if not self.policy.reports:  # on all but the last pipeline stage, loss_fn was not called
-            return scored
-        for row, logp_T in zip(rows, logps, strict=True):
-            if row.samples:
-                scored.append(ScoredRow(row.samples, logp_T))
-        return scored
+        """Adds the gradients of this rank's rows of an update, or of a part of one."""
+        loss = partial(policy_loss, cfg=self.cfg)
+        return self.gradients.add(self.policy, update, rows, loss)
 
     def optimizer_step(self) -> dict[str, float]:
         """Steps on the sum of gradients, scaled as if each row had been divided by what is kept.

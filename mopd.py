@@ -38,6 +38,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,7 @@ from grpo_async import (
     Correction,
     GradientSum,
     GroupSettings,
+    PackedRow,
     RowLoss,
     ScoredRow,
     Trained,
@@ -286,7 +288,7 @@ def keep_score(sample: Sample, teacher_logp_T: np.ndarray, model: str) -> None:
 # === Trainer ======================================================================================
 
 
-class Trainer(SendingRank):
+class Trainer(SendingRank[Config]):
     """One rank of the student. A plain class; Ray makes it an actor."""
 
     def __init__(self, cfg: Config):
@@ -316,33 +318,14 @@ class Trainer(SendingRank):
         return Trained.of(measured, scored, step, self.cfg.correction.sequence_error_limit)
 
     def add_gradients(self, update: Update, groups: Sequence[list[Sample]]) -> list[ScoredRow]:
-        """Runs forward and backward over this rank's rows of an update, or of a part of one.
-
-        Returns the rows that have samples, with the student's logprobs. One rank of a replica
-        returns them: the others have the same rows, or no logprobs.
-        """
+        """Packs this rank's rows of an update, or of a part of one, and adds their gradients."""
         planned = self.gradients.first_part(update)
-        packed: list[list[Sample]] = []
-        batches: list[Batch] = []
+        rows = []
         for places in update.rows:
             samples = [groups[g][j] for g, j in places]
-            packed.append(samples)
-            batches.append(pack(samples, planned, self.cfg))
-        logps: list[Tensor] = []
-
-        def loss_fn(logp_T: Tensor, batch: Batch) -> RowLoss:
-            logps.append(logp_T.detach())
-            return distillation_loss(logp_T, batch, self.cfg)
-
-        row_stats = self.policy.forward_backward(batches, loss_fn, update.more)
-        self.gradients.add(update, row_stats)
-        scored: list[ScoredRow] = []
-        if not self.policy.reports:  # on all but the last pipeline stage, loss_fn was not called
-            return scored
-        for samples, logp_T in zip(packed, logps, strict=True):
-            if samples:
-                scored.append(ScoredRow(samples, logp_T))
-        return scored
+            rows.append(PackedRow(samples, pack(samples, planned, self.cfg)))
+        loss = partial(distillation_loss, cfg=self.cfg)
+        return self.gradients.add(self.policy, update, rows, loss)
 
     def optimizer_step(self) -> dict[str, float]:
         """Steps on the sum of gradients, scaled as if each row had been divided by what is kept.

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.e2e
 @pytest.mark.parametrize(("family", "layout", "limit"), [
     ("qwen3_moe", {"ranks": 2, "tp": 2, "tensor_parallel": 2, "replay_routing": True}, 1e-5),
     ("nemotron_moe", {"ranks": 1, "tensor_parallel": 2, "replay_routing": True}, 1e-3),
+    ("qwen3", {"ranks": 2, "pp": 2, "train_parts": 2}, 1e-5),
 ])  # fmt: skip
 def test_it_trains_what_vllm_samples(family, layout, limit, models, tiny_config, monkeypatch):
     """Five steps of the whole program, each sampled by the policy that trains on it.
