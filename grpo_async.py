@@ -788,9 +788,9 @@ RowLossFn = Callable[[Tensor, Any], RowLoss]  # (logp_T, the batch of a packed r
 
 
 class GradientSum:
-    """The gradients that wait for the optimizer step: the updates and row stats they came from.
+    """Counts and row stats of the gradients that wait in the policy for the optimizer step.
 
-    They come from one update, or from its parts so far if a step is trained in parts.
+    They belong to one update, or to its parts so far if a step is trained in parts.
     """
 
     def __init__(self) -> None:
