@@ -233,6 +233,7 @@ class Config(GroupSettings):
             (P % U == 0, f"prompts_per_step = {P} is no multiple of loss.updates_per_batch = {U}"),
             (P % n == 0, f"prompts_per_step = {P} is no multiple of train_parts = {n}"),
             (n == 1 or U == 1, f"train_parts = {n} and loss.updates_per_batch = {U}: expected a 1"),
+            # A mode such as --eval_only or --export compares no answers.
             (self.command.modes or self.group_size > 1, "group_size = 1: expected 2 or more"),
             (not (kl and skips), f"loss.kl_coef = {kl} needs loss.skip_zero_advantage = False"),
         ):
@@ -254,7 +255,7 @@ class Batch:
     engine_logp_T: Tensor  # float32
     advantage_T: Tensor  # float32
     score_N: Tensor  # float32, the environment's rewards before shaping
-    planned_tokens: int  # of the whole update, over all ranks
+    planned_tokens: int  # of the whole update, over all ranks; with parts, of its first part
     planned_sequences: int  # likewise
     old_logp_T: Tensor | None = None  # before the batch's first update, if it has several
     ref_logp_T: Tensor | None = None  # of the frozen reference, if there is a KL term
@@ -460,9 +461,9 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 def plan_step(groups: list[Group], cfg: GroupSettings, more: bool = False) -> list[Share]:
     """Plans which replica trains which samples of a batch, or of a part of one.
 
-    With `more`, further parts of the same step follow. Reads lengths and counts alone: the driver
-    has no tokens. The places that it plans name a group by its number in `groups`; in a share,
-    rows name a group by its number among the groups that the replica gets.
+    Reads lengths and counts alone: the driver has no tokens. With `more`, further parts of the same
+    step follow. A place (g, j) is sample j of group g. Here g counts in `groups`. A replica gets
+    only some of them: `share.groups`, numbers in `groups`. In its rows, g counts in `share.groups`.
     """
     size = len(groups) // cfg.updates_per_batch
     updates: list[tuple[Update, dict[Place, int]]] = []
@@ -593,13 +594,13 @@ class RolloutBuffer:
         if len(self.taken) == self.prompts_per_step:
             self.next_step = step + 1
             self.taken = []
-        for group in groups:
+        for group in groups:  # `version` is the policy's when the group was dispatched
             if step - group.version > self.max_lag:
                 raise RuntimeError(f"slot {group.slot} is of version {group.version} at {step}")
         return groups
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Waits until a condition holds, without a deadline: the callers have one."""
+        """Waits until a condition holds. Has no deadline of its own."""
         while not holds():
             await self.changed.wait()
 
@@ -607,7 +608,7 @@ class RolloutBuffer:
         """Returns one line for error messages: how many groups are where, and for how long."""
         oldest = max((time.monotonic() - t for t in self.running.values()), default=0.0)
         now = f"{len(self.ready)} groups ready, {len(self.running)} running (oldest {oldest:.0f} s)"
-        now += f", {len(self.taken)} of step {self.next_step + 1} trained" if self.taken else ""
+        now += f", {len(self.taken)} of step {self.next_step + 1} taken" if self.taken else ""
         return f"version {self.version}, {now}, dropped: {dict(self.dropped) or 'none'}"
 
     def wake(self) -> None:
@@ -659,7 +660,7 @@ class Generator:
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
-            routed_experts_prompt_start=rest.known_routes,
+            routed_experts_prompt_start=rest.known_routes,  # routes are returned from this token on
             output_kind=RequestOutputKind.FINAL_ONLY,
             **self.cfg.sampling.parameters | rest.sampling,
         )
@@ -704,6 +705,7 @@ class Generator:
             "sync_resume": resumed - loaded,
         }
         meters = self.engine.meter.take()
+        # The seconds without a request: all slots that may start have started.
         meters["wait_for_training"] = self.written.idle.take()
         return Received(phases, checksums, meters)
 
@@ -738,7 +740,7 @@ class RolloutWorker(Generic[C]):
     def finish(self, row: dict, slot: Slot, episodes: list[Episode]) -> Rollouts:
         """Turns rewards into advantages, and episodes into samples and lines of rollouts.jsonl.
 
-        Serves validation as well: then `slot.evaluation` is a version, and n may be 1.
+        Serves validation as well: then `slot.evaluation` is a version, and one episode is enough.
         Raises ValueError if a reward is not finite.
         """
         rule = self.cfg.advantage
@@ -803,7 +805,8 @@ class GradientSum:
         """Runs forward and backward over a rank's rows of an update, or of a part of one.
 
         Returns the rows that have samples, with the logprobs that the engine's are compared with.
-        One rank of a replica returns them: the others have the same rows, or no logprobs.
+        Only one rank of each replica returns them (`policy.reports`): its other ranks compute the
+        same logprobs, or an earlier pipeline stage, which has no loss.
         """
         logps: list[Tensor] = []
 
@@ -812,10 +815,11 @@ class GradientSum:
             return loss(logp_T, batch)
 
         batches = [row.batch for row in rows]
+        # Calls the loss once for each row, in order.
         self.row_stats += policy.forward_backward(batches, noting_loss, update.more)
         self.updates.append(update)
         scored: list[ScoredRow] = []
-        if not policy.reports:  # on all but the last pipeline stage, the loss was not called
+        if not policy.reports:
             return scored
         for row, logp_T in zip(rows, logps, strict=True):
             if row.samples:
@@ -896,7 +900,8 @@ class Trainer(SendingRank[Config]):
 
     def pack_rows(self, update: Update, groups: Sequence[list[Sample]]) -> list[PackedRow]:
         """Packs the rows of an update, whose places name a group by its number in `groups`."""
-        # Several updates exclude several parts (Config), so no other update is waiting here.
+        # Every row divides by the counts of one update. If a step is trained in parts, it is the
+        # first part, whose gradients are waiting in the policy; else it is `update` itself.
         planned = self.gradients.first_part(update)
         rows = []
         for places in update.rows:
@@ -927,7 +932,8 @@ class Trainer(SendingRank[Config]):
         summed = self.gradients
         self.gradients = GradientSum()
         total = self.reduced(summed.row_stats)
-        # Samples that were counted and not computed cannot fail the filter: they count as kept.
+        # `row_*` counts what was computed, `kept_*` what of it passed the filter. Samples that were
+        # planned but not computed have no gradient: they cannot fail the filter and count as kept.
         kept_tokens = summed.planned_tokens - total["row_tokens"] + total["kept_tokens"]
         kept_sequences = summed.planned_sequences - total["row_sequences"] + total["kept_sequences"]
         first = summed.updates[0]
@@ -973,25 +979,27 @@ class Engines:
     async def sync(self, version: int) -> dict[str, float]:
         """Brings all engines to `version`, and tries again with new engines if some fail.
 
-        Returns metrics; the seconds of each phase are those of the slowest engine. Raises
-        RuntimeError if no engine is left and none may be replaced, or if an engine holds other
-        weights than the trainer. An error in the very first update is raised as it is.
+        Returns metrics; the seconds of each phase are those of the slowest engine. If one engine
+        fails, the attempt ends with its error, and the next one goes to those that are left and to
+        new ones. Raises RuntimeError if no engine is left and none may be replaced, or if an engine
+        holds other weights than the trainer. An error in the very first update is raised as it is.
         """
         fleet = self.fleet
         while True:
             lost_before = fleet.discarded
-            fleet.launch()
+            fleet.launch_missing()
             try:
                 measured, gaps = await self.send_weights(version)
             except Exception as error:
-                # Re-raises the error if no new engine can help.
+                # If none was lost in this attempt, each engine that is dead or may be at fault is
+                # discarded here. Re-raises the error if no new engine can help.
                 await repair.discard_dead(fleet, error, lost_before)
                 continue
             if gaps:
                 fleet.probe.judge(version, gaps)
             if fleet.alive:  # all may have died after they acknowledged the update
                 fleet.all_synced()
-                return measured | {"engines": len(fleet.queue)}
+                return measured | {"engines": len(fleet.serving)}
 
     async def send_weights(self, version: int) -> tuple[dict[str, float], list[float]]:
         """Sends the policy to all engines once, and probes them if this update is verified.
@@ -1018,7 +1026,8 @@ class Engines:
         while not run.leaving:
             replacing = repair.replace(self.fleet)
             await repair.unless_left(self.fleet, replacing, lambda: run.leaving)
-            async with run.training:
+            async with run.training:  # the weights belong to `version` only while it is held
+                # Not set any more if the sync of a step has served the new engines meanwhile.
                 if self.fleet.missing.is_set():
                     await run.sync_or_leave(run.buffer.version)
 
@@ -1121,15 +1130,16 @@ class Run(Generic[C]):
         """
         # Engines that share a GPU start after its trainers, so that vLLM sees the free memory.
         if not self.cluster.shares_gpus():
-            self.engines.fleet.launch()
+            self.engines.fleet.launch_missing()
         await self.cluster.start_trainers()
         trains = not self.cfg.command.eval_only
         must_match = self.MUST_MATCH if trains else None
+        # A checkpoint whose fields are not those of `self.state()` is refused.
         state = await self.checkpoints.load(must_match, self.state())
         version = state.get("version", 0)
         self.log.open(self.cfg, version)
         self.dispatcher.crew.start()
-        await self.engines.fleet.start()
+        await self.engines.fleet.launch_and_wait()
         await self.engines.sync(version)
         self.buffer.version = version
         if state and trains:
@@ -1273,14 +1283,14 @@ class Run(Generic[C]):
         Parts are joined until they fill a row of each replica, so that no replica runs empty.
         """
         began = time.perf_counter()
-        limit = 2 * self.dispatcher.prompt_seconds  # a prompt, and the one that takes its place
+        limit = 2 * self.dispatcher.prompt_seconds  # a prompt may fail, and the next take its place
         room = self.cfg.policy.row_tokens * self.cfg.policy.replicas
         groups: list[Group] = []
         while not self.buffer.has_taken_all(step) and room > 0:
             ready = self.buffer.until(lambda: bool(self.leaving) or self.buffer.has_part(step))
             await self.dispatcher.wait(limit, f"the groups of step {step + 1}", ready)
             if self.leaving:
-                return []
+                return []  # a checkpoint keeps the parts that were taken, in `buffer.taken`
             part = self.buffer.take(step)
             groups += part
             room -= self.tokens_to_compute(part)
@@ -1318,7 +1328,7 @@ class Run(Generic[C]):
             return await calls[0].metrics, tables  # of all ranks; only the seconds are its own
 
         measured, tables = await self.dispatcher.wait(
-            cfg.timeouts.train, "a training step", finished(), judged=False
+            cfg.timeouts.train, "a training step", finished(), needs_judges=False
         )
         if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
             for call in calls:

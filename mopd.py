@@ -151,7 +151,7 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
     pieces = []
     for sample in samples:
         if sample.teacher_logp_T is None or not np.isfinite(sample.teacher_logp_T).all():
-            raise RuntimeError("a sample has no teacher's logprobs: only mopd.py writes those")
+            raise RuntimeError("a sample lacks finite teacher logprobs: only mopd.py writes them")
         pieces.append(sample.teacher_logp_T)
     if not samples:
         pieces.append(np.zeros(1, np.float32))
@@ -219,12 +219,12 @@ class Teacher(Rank):
     def start(self, rank: int, address: tuple[str, int]) -> None:
         """Joins the other ranks and loads the checkpoints of the teachers that they serve.
 
-        A host is the ranks that serve one or more teachers; the `model` of its `cfg` is their first
-        checkpoint. Raises RuntimeError if a checkpoint does not match the marker of its export.
+        Some ranks serve several teachers; `cfg.model` is the checkpoint of the first one. Raises
+        RuntimeError if a checkpoint does not match the marker of its export.
         """
         cfg = self.cfg
         self.join_ranks(rank, address)
-        models = cfg.models_beside(cfg.model)
+        models = cfg.models_of_host(cfg.model)
         for model in models:
             if found := flaw(model, rank, cfg.policy.ranks):
                 raise RuntimeError(f"the teacher in {model!r}: {found}")

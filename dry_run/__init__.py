@@ -152,7 +152,7 @@ def teacher_rows(cfg: TeacherSettings, gpu: Gpu) -> list[str]:
     step = pace.step_seconds(model_shape.read_model(cfg.model), cfg, gpu)
     for host, busy in pace.teacher_seconds(cfg, gpu).items():
         layout = cfg.layout_of(host)
-        held = len(cfg.models_beside(cfg.teachers[host]))
+        held = len(cfg.models_of_host(cfg.teachers[host]))
         models = f", {held} models" if held > 1 else ""
         note = f"of {gib(gpu.memory)}; {layout.kind}, {layout.ranks} ranks{models}"
         lines.append(row(host, gib(teacher_costs.rank_bytes(cfg, host)), note))

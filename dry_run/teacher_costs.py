@@ -59,7 +59,7 @@ def rank_bytes(cfg: TeacherSettings, host: str) -> float:
     own = cfg.of_host(host)
     total = float(gpu_memory.RESERVE)
     fullest = 0.0
-    for path in cfg.models_beside(own.model):
+    for path in cfg.models_of_host(own.model):
         model = read_model(path)
         if own.policy.kind == "megatron":
             shape = megatron_sizes.read_shape(path, own.policy)

@@ -51,8 +51,8 @@ class TeacherSettings(RunSettings):
         """Teachers that have their own ranks, at most one for each distinct checkpoint."""
         return list(dict.fromkeys(map(self.host_of, self.teachers)))
 
-    def models_beside(self, model: str) -> list[str]:
-        """Returns the checkpoints that share the ranks of this one, itself first."""
+    def models_of_host(self, model: str) -> list[str]:
+        """Returns the checkpoints that the ranks of a host load, the first of which is `model`."""
         found = [model]
         for name, other in self.teachers.items():
             if self.teachers[self.host_of(name)] == model and other not in found:

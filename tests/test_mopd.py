@@ -297,7 +297,7 @@ def test_metrics_by_hand():
 
 
 def test_a_sample_without_a_score_is_refused():
-    with pytest.raises(RuntimeError, match="no teacher's logprobs"):
+    with pytest.raises(RuntimeError, match="lacks finite teacher logprobs"):
         pack([sample([1], [-1.0])], Update(1, 1, []), config())
 
 
@@ -367,7 +367,7 @@ def test_one_checkpoint_has_ranks_once_however_it_is_named():
     cfg = config(teachers=four, routes=routes, **where)
     assert cfg.hosts == ["one", "two"]
     assert [cfg.host_of(name) for name in four] == ["one", "one", "two", "two"]
-    assert cfg.models_beside("b") == ["b", "c"] and cfg.models_beside("a") == ["a"]
+    assert cfg.models_of_host("b") == ["b", "c"] and cfg.models_of_host("a") == ["a"]
     assert cfg.demand.beside == ((4, 2), (1, 1))
     assert cfg.of_host("one").policy.tp == 2 and cfg.of_host("one").model == "a"
     assert not cfg.of_host("two").policy.recomputes
@@ -375,7 +375,7 @@ def test_one_checkpoint_has_ranks_once_however_it_is_named():
     assert (
         beside.host_of("alias") == "two"
         and beside.hosts == ["two", "three"]
-        and beside.models_beside("b") == ["b", "a"]
+        and beside.models_of_host("b") == ["b", "a"]
     )
 
 

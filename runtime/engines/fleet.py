@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The sort key for the queue: the least busy engine is first."""
+        """The sort key of `Fleet.serving`: the least busy engine is first."""
         return self.groups, self.number
 
 
@@ -104,7 +104,7 @@ class Fleet:
         self.cfg = cfg
         self.cluster = cluster
         self.engines: dict[ActorHandle, Engine] = {}  # by actor; lost engines are left out
-        self.queue: list[Engine] = []  # the serving engines, the least busy first
+        self.serving: list[Engine] = []  # the least busy first
         self.grouped: set[ActorHandle] = set()  # the engines in the process group
         self.probe = Probe(cfg, cluster)  # compares engines with the trainer
         self.numbers = itertools.count()
@@ -141,7 +141,7 @@ class Fleet:
         """The actors that have started and hold no policy."""
         return self.of(State.FRESH)
 
-    def launch(self) -> None:
+    def launch_missing(self) -> None:
         """Starts the missing engines, if `repair.allowed` permits; `repair.started` waits for them.
 
         Raises RuntimeError if no engine would be left.
@@ -160,10 +160,10 @@ class Fleet:
             start = asyncio.wrap_future(made.start.remote().future())
             self.engines[made] = Engine(made, next(self.numbers), home, start)
 
-    async def start(self) -> None:
+    async def launch_and_wait(self) -> None:
         """Starts all engines and waits for them. Raises the error of the first one that fails."""
         phase(f"starting vLLM (engines: {self.cfg.engine.count})")
-        self.launch()
+        self.launch_missing()
         await repair.started(self)
         if self.error:
             raise self.error
@@ -190,7 +190,7 @@ class Fleet:
         Raises RunError if no engine serves within the limit.
         """
         limits = self.cfg.timeouts
-        if not self.queue:  # no deadline if one serves: it costs more than all the rest
+        if not self.serving:  # no deadline if one serves: it costs more than all the rest
             limit = 4 * limits.start + 2 * limits.train + 3 * limits.sync  # time for three repairs
             await within(
                 limit, "an engine that holds the policy", self.any_serving(), late=RunError
@@ -207,20 +207,20 @@ class Fleet:
 
     def least_busy(self) -> Engine:
         """Returns the engine for the next group; one that owes a health check may hang."""
-        for engine in self.queue:
+        for engine in self.serving:
             if not engine.unanswered:
                 return engine
-        return self.queue[0]
+        return self.serving[0]
 
     def occupy(self, engine: Engine, groups: int) -> None:
-        """Moves an engine in the queue, as it works on `groups` more groups."""
-        del self.queue[bisect.bisect_left(self.queue, engine.place, key=lambda e: e.place)]
+        """Notes that an engine works on `groups` more groups, and moves it in `serving`."""
+        del self.serving[bisect.bisect_left(self.serving, engine.place, key=lambda e: e.place)]
         engine.groups += groups
-        bisect.insort(self.queue, engine, key=lambda e: e.place)
+        bisect.insort(self.serving, engine, key=lambda e: e.place)
 
     async def any_serving(self) -> None:
         """Waits for an engine that serves."""
-        while not self.queue:
+        while not self.serving:
             self.synced.clear()
             await self.synced.wait()
 
@@ -260,10 +260,10 @@ class Fleet:
         for engine in self.engines.values():
             if engine.state is State.FRESH:
                 engine.state = State.SERVING
-                bisect.insort(self.queue, engine, key=lambda e: e.place)
+                bisect.insort(self.serving, engine, key=lambda e: e.place)
         self.worked = True
         self.synced.set()
-        if len(self.queue) == self.cfg.engine.count:
+        if len(self.serving) == self.cfg.engine.count:
             self.missing.clear()
 
     @contextlib.contextmanager
@@ -304,7 +304,7 @@ class Fleet:
         return False
 
     def discard(self, actors: "list[ActorHandle]", error: BaseException) -> None:
-        """Kills engines that failed; `launch` starts others in their place."""
+        """Kills engines that failed; `launch_missing` starts others in their place."""
         for failed in actors:
             if failed not in self.engines:
                 continue
@@ -317,7 +317,7 @@ class Fleet:
             self.missing.set()
 
     def retire(self, engine: Engine, state: State = State.FRESH) -> None:
-        """Takes an engine out of the queue, for good or until the next update."""
+        """Takes an engine out of `serving`, for good or until the next update."""
         if engine.state is State.SERVING:
-            self.queue.remove(engine)
+            self.serving.remove(engine)
         engine.state = state

@@ -77,7 +77,7 @@ async def replace(fleet: "Fleet") -> None:
     while True:
         await fleet.missing.wait()
         await asyncio.sleep(1)  # engines that are lost together are replaced together
-        fleet.launch()
+        fleet.launch_missing()
         if await started(fleet):
             return
 
@@ -219,7 +219,7 @@ async def join(fleet: "Fleet") -> None:
     Waits for starting engines only if no engine has started.
     """
     while not fleet.alive:
-        fleet.launch()
+        fleet.launch_missing()
         await started(fleet)
         fleet.take_in_started()
     members = fleet.alive  # if one is lost from here on, the others wait for it

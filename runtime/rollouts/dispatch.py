@@ -275,12 +275,14 @@ class Dispatcher:
             cancel(infos)
             raise
 
-    async def wait(self, seconds: float, what: str, call: Awaitable[T], judged: bool = True) -> T:
+    async def wait(
+        self, seconds: float, what: str, call: Awaitable[T], needs_judges: bool = True
+    ) -> T:
         """Awaits under a named deadline, whose clock stands still while a judge is away.
 
-        If the call needs no judge (`judged` is False), the clock always runs.
+        The clock always runs if the call needs no judges.
         """
-        stopped = self.crew.seconds_away if judged else float
+        stopped = self.crew.seconds_away if needs_judges else float
         return await within(seconds, what, call, self.state, stopped)
 
     def state(self) -> str:

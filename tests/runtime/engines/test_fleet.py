@@ -68,7 +68,7 @@ class House:
 
     async def open(self) -> "House":
         """Itself, with all engines at version 0."""
-        await self.fleet.start()
+        await self.fleet.launch_and_wait()
         await self.engines.sync(0)
         return self
 
@@ -398,9 +398,9 @@ async def test_a_group_that_ends_while_its_engine_waits_for_an_update_is_counted
     home = await house(1).open()
     async with home.fleet.lease() as made:
         home.fleet.retire(home.fleet.engines[made])
-        assert not home.fleet.queue
+        assert not home.fleet.serving
     home.fleet.all_synced()
-    assert [engine.groups for engine in home.fleet.queue] == [0]
+    assert [engine.groups for engine in home.fleet.serving] == [0]
 
 
 async def test_a_send_that_a_lost_engine_leaves_hanging_is_ended(house):
@@ -554,7 +554,7 @@ async def test_a_replacement_that_is_lost_before_it_was_synced_harms_nobody(hous
     home = await house(2).open()
     well = home.made[1]
     home.lose(home.made[0])
-    home.fleet.launch()
+    home.fleet.launch_missing()
     await repair.started(home.fleet)
     home.fleet.take_in_started()
     home.lose(home.made[2])
@@ -650,11 +650,11 @@ async def test_only_the_replacements_of_the_last_hour_count(house, monkeypatch, 
     clock.now += 3598.0
     home.lose(home.made[-1])
     assert (await home.engines.sync(4))["engines"] == 1 and len(home.made) == 5
-    home.fleet.launch()
+    home.fleet.launch_missing()
     told = capsys.readouterr()
     assert (told.out + told.err).count("not replaced yet: MAX_RESTARTS = 1 ") == 1
     clock.now += 3.0
-    home.fleet.launch()
+    home.fleet.launch_missing()
     assert len(home.made) == 6
 
 
@@ -662,7 +662,7 @@ async def test_an_engine_that_cannot_start_at_first_ends_the_run_at_once(house):
     home = house(2)
     home.broken = RuntimeError("dtype is not supported")
     with pytest.raises(RuntimeError, match="dtype is not supported"):
-        await home.fleet.start()
+        await home.fleet.launch_and_wait()
     assert home.killed == home.made and len(home.made) == 2
 
 
@@ -670,7 +670,7 @@ async def test_an_engine_that_starts_too_slowly_is_named(house):
     home = house(1, timeouts={"start": 0.05})
     home.slow = True
     with pytest.raises(TimeoutError, match="waited 0 s for 1 engines to start"):
-        await home.fleet.start()
+        await home.fleet.launch_and_wait()
 
 
 # --- the probe of new engines ---------------------------------------------------------------------
@@ -722,8 +722,8 @@ async def test_the_least_busy_engine_is_leased(house):
         assert sorted(map(id, chosen)) == sorted(map(id, home.made * 2))
         await first.aclose()
         assert await home.leased() is chosen[0]
-    assert {engine.groups for engine in home.fleet.queue} == {0}
-    assert home.fleet.queue == sorted(home.fleet.engines.values(), key=lambda e: e.number)
+    assert {engine.groups for engine in home.fleet.serving} == {0}
+    assert home.fleet.serving == sorted(home.fleet.engines.values(), key=lambda e: e.number)
 
 
 async def test_a_lease_of_an_engine_that_is_lost_ends_well(house):
@@ -731,7 +731,7 @@ async def test_a_lease_of_an_engine_that_is_lost_ends_well(house):
     async with home.fleet.lease() as engine:
         home.lose(engine)
     assert home.fleet.of(State.SERVING) == [e for e in home.made if e is not engine]
-    assert home.fleet.queue == list(home.fleet.engines.values())
+    assert home.fleet.serving == list(home.fleet.engines.values())
 
 
 async def test_a_lease_ends_with_what_it_waited_for(house):
@@ -747,7 +747,7 @@ def test_the_least_busy_engine_that_answers_and_holds_a_policy_is_leased(monkeyp
         kinds = [case // 4**i % 4 for i in range(4)]  # without policy, unanswered, both, neither
         made = [Engine(f"e{i}", i, "", None) for i in range(4)]
         fleet.engines = {engine.actor: engine for engine in made}
-        fleet.queue = []
+        fleet.serving = []
         for engine, kind in zip(made, kinds, strict=True):
             engine.state = State.STARTING if kind in (0, 2) else State.FRESH
             engine.unanswered = kind in (1, 2)
@@ -755,7 +755,7 @@ def test_the_least_busy_engine_that_answers_and_holds_a_policy_is_leased(monkeyp
         serving = [engine for engine, kind in zip(made, kinds, strict=True) if kind in (1, 3)]
         for i, engine in enumerate(serving):
             fleet.occupy(engine, (7 * case + 5 * i) % 4)
-        assert sorted(fleet.queue, key=lambda e: e.number) == serving
+        assert sorted(fleet.serving, key=lambda e: e.number) == serving
         if serving:
             expected = min(serving, key=lambda e: (e.unanswered, e.groups, e.number))
             assert fleet.least_busy() is expected

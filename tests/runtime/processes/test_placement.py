@@ -165,7 +165,7 @@ async def started(cluster: Cluster, Engine: type, cfg: Config) -> list:
     """Starts trainers and engines; where each engine is."""
     await cluster.start_trainers()
     fleet = Fleet(Engine, cfg, cluster)
-    fleet.launch()
+    fleet.launch_missing()
     await repair.started(fleet)
     return [engine.start.result() for engine in fleet.engines.values()]
 

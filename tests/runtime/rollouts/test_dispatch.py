@@ -405,7 +405,7 @@ async def test_no_deadline_runs_while_a_judge_is_away(setting):
     assert made.dispatcher.state() == told
     nothing = asyncio.Event().wait()
     with pytest.raises(TimeoutError, match="a training step"):  # which needs no judge
-        await made.dispatcher.wait(0.3, "a training step", nothing, judged=False)
+        await made.dispatcher.wait(0.3, "a training step", nothing, needs_judges=False)
     done, _ = await asyncio.wait([group, step], timeout=1.0)
     assert not done
     crew.receive("another worker", WELL)
