@@ -41,9 +41,19 @@ CHAT_TEMPLATE = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Counts properties as long ones in `tests/run.sh long`, which tries all their examples."""
+    if "GRPO_LONG" in os.environ:
+        for item in items:
+            if getattr(item.obj, "is_hypothesis_test", False):
+                item.add_marker(pytest.mark.long)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Tests with whole programs come first, so that no long one is left over at the end."""
-    items.sort(key=lambda item: not item.get_closest_marker("e2e"))
+    session.items.sort(key=lambda item: not item.get_closest_marker("e2e"))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,7 +65,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Writes durations.txt: the seconds of each test with its fixtures, the longest first."""
+    """Prints the seed of the order, and writes durations.txt: the seconds of each test.
+
+    They are those of its fixtures as well; the longest is the first.
+    """
+    seed = terminalreporter.config.getoption("randomly_seed", None)
+    terminalreporter.write_line(f"random order: -p randomly --randomly-seed={seed}")
     seconds: Counter = Counter()
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Sets up the environment and runs tests; durations.txt then says how long each took.
-#   bash tests/run.sh                     one real run of each kind, and what needs none: six minutes
-#   bash tests/run.sh all                 what takes less than a minute each as well: 25 minutes
-#   bash tests/run.sh long                ends of runs, drafts, layouts: a quarter of an hour
+# Sets up the environment and runs tests; tests/README.md says which command is for what.
+# durations.txt then says how long each test took.
+#   bash tests/run.sh                     one real run of each kind, and what needs none
+#   bash tests/run.sh all                 everything but `long`: CI runs this
+#   bash tests/run.sh JOB                 a part of `all`: core, envs, prep, launch or bench
+#   bash tests/run.sh long                what takes minutes, before a release; all examples
 #   bash tests/run.sh PYTEST ARGUMENTS    what they say
 #   bash tests/run.sh recipe              every configuration trains two steps: ten minutes
 #   bash tests/run.sh hub                 environments of verifiers, in .venv-hub: three minutes
@@ -23,9 +25,6 @@ done
 unset PYTHONDONTWRITEBYTECODE
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-if [ "${1:-}" = long ]; then
-    set -- -m long "${@:2}"
-fi
 if [ "${1:-}" = recipe ]; then
     export GRPO_RECIPE=1
     set -- tests/test_recipe.py "${@:2}"
@@ -60,8 +59,11 @@ if [ "${1:-}" = slurm ]; then
     set -- tests/test_slurm.py "${@:2}"
 fi
 case "${1:-}" in
-"") export GRPO_QUICK=1 && chosen=(-m "smoke or not (e2e or slow)") ;;
+"") chosen=(-m "smoke or not (e2e or slow or long)") ;;
 all) chosen=(-m "not long" "${@:2}") ;;
+core) chosen=(-m "not long" "--ignore="tests/{envs,prep,launch,bench} "${@:2}") ;;
+envs | prep | launch | bench) chosen=(-m "not long" "tests/$1" "${@:2}") ;;
+long) export GRPO_LONG=1 && chosen=(-m long "${@:2}") ;;
 *) exec .venv/bin/python -m pytest "$@" ;;
 esac
 types=$(mktemp)

@@ -382,25 +382,44 @@ def test_a_reference_that_is_not_finite_is_named_by_its_row(make):
 # --- a whole run ----------------------------------------------------------------------------------
 
 
+KILLS = int(os.environ.get("GRPO_KILLS", 1))
+
+
+@pytest.fixture
+def calm(make, tmp_path) -> Program:
+    """A finished run that nothing disturbed."""
+    val = write_rows(tmp_path / "val.jsonl", word_pairs(6, seed=1))
+    fields = {"steps": 2 + KILLS, "save_period": 1, "keep_last": 99, "val_period": 2}
+    fields |= {"data": {"val": val}, "row_tokens": 128}
+    cfg = make(run_dir=str(tmp_path / "calm"), **fields)
+    program = Program(cfg, script="dpo.py")
+    program.cfg = cfg
+    return program.succeeds()
+
+
 @pytest.mark.e2e
 @pytest.mark.smoke
-def test_a_run_killed_after_its_steps_equals_the_undisturbed_run(make, tmp_path):
+def test_a_run_writes_the_metrics_of_the_page_and_its_report(calm):
+    lines = [timeless(json.loads(line)) for line in (calm.folder / "metrics.jsonl").open()]
+    assert lines[0]["validation_preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert metric_names(lines) == glossary()
+    assert (calm.folder / "report.html").is_file() and "accuracy" in calm.told()
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_a_run_killed_after_its_steps_equals_the_undisturbed_run(calm, tmp_path):
     """SIGKILL after a checkpoint: weights, moments and metrics are the same. GRPO_KILLS=5: more."""
-    kills = int(os.environ.get("GRPO_KILLS", 1))
-    fields = {"steps": 2 + kills, "save_period": 1, "keep_last": 99, "val_period": 2}
-    val = write_rows(tmp_path / "val.jsonl", word_pairs(6, seed=1))
-    fields |= {"data": {"val": val}, "row_tokens": 128}
-    calm = Program(make(run_dir=str(tmp_path / "calm"), **fields), script="dpo.py").succeeds()
-    cfg = make(run_dir=str(tmp_path / "killed"), **fields)
+    cfg = changed(calm.cfg, run_dir=str(tmp_path / "killed"))
     scores = Path(cfg.run_dir) / "reference.jsonl"
-    for k in range(1, 1 + kills):
+    for k in range(1, 1 + KILLS):
         program = Program(cfg, "--resume", "auto", script="dpo.py")
         program.wait_until((program.folder / f"step_{k:06d}" / "complete.json").exists)
         program.stop()
     known = scores.read_bytes()
     program = Program(cfg, "--resume", "auto", script="dpo.py").succeeds()
     assert scores.read_bytes() == known == (calm.folder / "reference.jsonl").read_bytes()
-    for step in range(1, 3 + kills):
+    for step in range(1, 3 + KILLS):
         ours, theirs = (contents(f.folder / f"step_{step:06d}") for f in (program, calm))
         assert ours.keys() == theirs.keys() and int(ours["/updates"]) == step
         assert [key for key, value in theirs.items() if not torch.equal(ours[key], value)] == []
@@ -409,9 +428,6 @@ def test_a_run_killed_after_its_steps_equals_the_undisturbed_run(make, tmp_path)
         for f in (program, calm)
     ]
     assert [strip(line) for line in lines[0]] == [strip(line) for line in lines[1]]
-    assert lines[1][0]["validation_preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert metric_names(lines[1]) == glossary()
-    assert (calm.folder / "report.html").is_file() and "accuracy" in calm.told()
 
 
 def strip(line: dict) -> dict:

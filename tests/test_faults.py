@@ -61,6 +61,7 @@ async def verify(row, response):
 """
 
 
+@pytest.mark.long
 def test_an_environment_that_fails_costs_its_prompt_and_never_becomes_a_reward(
     tiny_config, tmp_path
 ):

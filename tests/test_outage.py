@@ -9,6 +9,7 @@ from support.outages import endure, fork, reply, rows
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.long
 def test_an_outage_of_the_judge_costs_time_alone(tiny_config, tmp_path, monkeypatch):
     """It lasts longer than a call may wait, and no prompt is dropped.
 

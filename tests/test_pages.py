@@ -18,7 +18,8 @@ import pytest
 from support import blends, forked_python, issues, shapes, verifiers
 from support.program import ROOT, copy, ran
 
-PAGES = ("data", "recipe", "ultra", "cluster", "judges", "swe")
+PAGES = ("data", "cluster", "judges", "swe", "recipe", "ultra")
+LONG = ("recipe", "ultra")  # a dry run of each stage; test_recipe.py reads each configuration
 # What is not run here, and the test that does.
 ELSEWHERE = {
     "data_prep.py profile": "prep/test_profile.py",
@@ -150,9 +151,14 @@ def env(place) -> Iterator[dict[str, str]]:
         yield env
 
 
+def marked(pages: tuple[str, ...]) -> list:
+    """The pages as parameters: those that take minutes are long."""
+    return [pytest.param(page, marks=[pytest.mark.long] * (page in LONG)) for page in pages]
+
+
 @pytest.mark.e2e  # so that it is not left over at the end
 @pytest.mark.xdist_group("the pages")
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", marked(PAGES))
 def test_every_command_of_a_page_is_taken(page, place, env):
     refused = []
     for script in scripts(page):

@@ -233,6 +233,7 @@ def check_data_sets(metrics: dict, start: str) -> None:
     assert sets <= {k.removeprefix(start) for k in metrics if k.startswith(start)}, start
 
 
+@pytest.mark.long
 def test_saved_samples_of_a_blend_train_again_without_an_engine(tiny_model, tmp_path):
     """configs/math_blend.py: --rollout_only, --replay, --export; configs/gsm8k.py: --eval_only."""
     from transformers import AutoModelForCausalLM

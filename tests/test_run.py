@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -180,3 +181,19 @@ def test_product_of_a_run_loads_in_transformers_and_vllm(finished):
     answers = [line for line in done.stdout.splitlines() if line.startswith("IDS")]
     assert answers, done.stderr[-2000:]
     assert json.loads(answers[0][4:]) == greedy[0, len(ids) :].tolist()
+
+
+@of_one_run
+def test_a_finished_run_is_exported_and_evaluated_again(finished, tmp_path):
+    """`--export` and `--eval_only`, on a copy: they leave the run's own metrics as they are."""
+    program, cfg = finished
+    cfg = changed(cfg, run_dir=str(shutil.copytree(program.folder, tmp_path / "copy")))
+    weights = Path(cfg.run_dir) / "step_000006/hf/model.safetensors"
+    exported = weights.read_bytes()
+    weights.unlink()
+    Program(cfg, "--export", "6").succeeds()
+    assert weights.read_bytes() == exported
+    again = Program(cfg, "--resume", "auto", "--eval_only").succeeds()
+    (line,) = again.lines("evaluation/metrics.jsonl")
+    assert line["step"] == 6 and 0 <= line["validation_reward"] <= 1
+    assert again.lines("metrics.jsonl") == program.lines("metrics.jsonl")

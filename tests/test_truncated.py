@@ -130,6 +130,7 @@ async def test_validation_may_sample_otherwise(pair):
     assert turn.allowed.count_T.tolist() == [1] * 20 and turn.logps == [0.0] * 20
 
 
+@pytest.mark.long
 def test_a_run_resumes_and_its_samples_train_again(tiny_model, tmp_path):
     """Groups that are ready keep their sets in a checkpoint, and so do samples for --replay."""
     cfg = make_config(tiny_model, tmp_path)

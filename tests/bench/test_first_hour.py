@@ -42,6 +42,7 @@ def test_a_line_that_fails_says_why_and_does_not_end_the_others(tmp_path):
     assert "Traceback" in (tmp_path / "limits.log").read_text()
 
 
+@pytest.mark.long
 def test_benches_give_their_figures(tmp_path, tiny_model):
     code, lines = table(tmp_path, "trainer", "experts")
     assert code == 0, lines

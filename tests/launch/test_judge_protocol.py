@@ -76,6 +76,7 @@ async def disturbed(first: str, group: int, number: signal.Signals, seconds: flo
     print(f"200 calls were answered {time.monotonic() - began:.1f} s after {number.name}")
 
 
+@pytest.mark.long
 async def test_a_real_server_is_waited_for_asked_and_missed(serving, monkeypatch):
     assert judge.need("general").problem() == "", "it comes with the job"
     first = await first_answer()

@@ -1,8 +1,8 @@
-"""How many examples hypothesis tries a property with."""
+"""Says with how many examples hypothesis tries a property."""
 
 import os
 
 
 def tries(examples: int) -> int:
-    """A tenth of them in the quick run of tests/run.sh, all of them in CI."""
-    return examples // 10 if "GRPO_QUICK" in os.environ else examples
+    """Returns all of them in `tests/run.sh long`, and a tenth of them elsewhere."""
+    return examples if "GRPO_LONG" in os.environ else examples // 10
