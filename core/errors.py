@@ -19,7 +19,7 @@ def shown(path: str | Path) -> str:
 
 
 def located(error: BaseException, file: str) -> str:
-    """Returns an error as one line, after the last `FILE:LINE` of `file` in its traceback."""
+    """Returns an error as one line, prefixed with the last `FILE:LINE` of `file` in its trace."""
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == file]
     place = f"{file}:{lines[-1]}: " if lines else ""

@@ -14,12 +14,12 @@ LARGEST = 1e100  # sums of larger numbers could overflow
 METRICS = {"step": int}
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
-# A type, or several types, `[form]` for a list of such values, or an object with such entries.
+# A type, a union of types, `[form]` for a list of such values, or `{name: form}` for an object.
 Form = type | UnionType | list["Form"] | dict[str, "Form"]
 
 
 def parse(lines: Iterable[str], form: dict) -> Iterator[dict]:
-    """Yields the lines that are JSON objects of a form; numbers that are not finite become None."""
+    """Yields lines that are JSON objects of this form; numbers that are not finite become None."""
     for line in lines:
         with suppress(ValueError, RecursionError):
             found = json.loads(line, parse_constant=number, parse_float=number, parse_int=number)
@@ -59,7 +59,7 @@ PLACE = re.compile(rb'{"step": %b, "slot": (\d{1,15}), "evaluation": %b[,}]' % (
 
 
 def place(line: bytes) -> dict | None:
-    """Returns step, slot and evaluation of a rollouts.jsonl line; None for any other line."""
+    """Returns the step, slot and evaluation of a rollouts.jsonl line; None for any other line."""
     found = PLACE.match(line)
     return json.loads(found[0][:-1] + b"}") if found else None
 
@@ -72,7 +72,7 @@ class LineFile:
     """A JSONL file to append to, which holds only whole lines."""
 
     def __init__(self, path: Path):
-        """Opens the file, and cuts off a partial line that a killed writer left."""
+        """Opens the file, and cuts off a partial line that a killed writer left behind."""
         self.path = path
         self.file = open(path, "ab+", buffering=0)  # noqa: SIM115
         size = self.file.seek(0, os.SEEK_END)

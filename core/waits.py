@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, TypeVarTuple
 
 from tqdm import tqdm
 
-# Deadline of a health check, and of joining the weight group. A late process is replaced.
+# Deadline for a health check, and for joining the weight group. A late process is replaced.
 ANSWER_SECONDS = 25.0
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ async def answer(call: Awaitable[T], seconds: float, name: str) -> T:
 
 
 async def in_thread(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
-    """Runs a function that may block in its own thread.
+    """Runs a function that may block, in a thread of its own.
 
     A function that never returns takes no thread from others, and the process can end without it.
     Raises RuntimeError in place of an error that would end the process, such as SystemExit.
@@ -154,7 +154,7 @@ async def within(
         if left > 1e-3:  # the clock stood still
             alarm = loop.call_later(max(left, 0.1), look, due)
         elif due < seconds:
-            tqdm.write(f"waiting for {what} since {due:.0f} s of {seconds:.0f}. {state()}")
+            tqdm.write(f"waiting for {what}: {due:.0f} of {seconds:.0f} s have passed. {state()}")
             alarm = loop.call_later(seconds - due, look, seconds)
         else:
             deadline.reschedule(loop.time())
@@ -171,7 +171,7 @@ async def within(
         raise
     finally:
         alarm.cancel()
-        look = None  # type: ignore[assignment]  # it refers to itself: reference counting keeps it
+        look = None  # type: ignore[assignment]  # a cycle, which reference counting keeps
 
 
 RENDER_SECONDS = 4.0  # seconds of CPU time; the longest prompts take a tenth of a second
