@@ -8,8 +8,8 @@ The Config of a program has single settings (`--steps`) and groups of settings (
 
 A group is one flat class without a base class. If a group has different settings in dpo.py than in
 the programs with rollouts, dpo.py's is a separate class: `Timeouts` and `PairTimeouts`. A Config
-inherits its single settings; no class declares one again that it inherits. If programs differ in a
-default, each of them declares the setting: `steps` below, `prompts_per_step` in the programs.
+inherits its single settings; no class redeclares a setting that it inherits. If programs differ in
+a default, each of them declares the setting: `steps` below, `prompts_per_step` in the programs.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Command:
     """The task of a run; by default it trains from the start."""
 
     config: str = ""
-    """File of overrides, below configs/ or anywhere."""
+    """File of overrides, in configs/ or anywhere else."""
     resume: str = ""
     """Resume in run_dir: from the newest good checkpoint ("auto") or from this folder."""
     dry_run: bool = False
@@ -70,7 +70,7 @@ class PairCommand:
     """The task of a run of dpo.py; by default it trains from the start."""
 
     config: str = ""
-    """File of overrides, below configs/ or anywhere."""
+    """File of overrides, in configs/ or anywhere else."""
     resume: str = ""
     """Resume in run_dir: from the newest good checkpoint ("auto") or from this folder."""
     dry_run: bool = False
@@ -163,7 +163,7 @@ class Sampling:
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer divides its logits by it as well."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample the likeliest tokens of this total probability; the trainer normalises over them."""
+    """Sample from the likeliest tokens with this total mass; the trainer normalises over them."""
     top_k: NonNegativeInt = 0
     """Sample among the k likeliest tokens; 0: all, or 512 with top_p or min_p."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -188,7 +188,7 @@ class Sampling:
     def parameters(self) -> dict[str, float | int]:
         """vLLM's sampling parameters for training.
 
-        If they truncate, top_k is never 0: vLLM sends the set that each token was chosen from.
+        If they truncate, top_k is never 0, because vLLM sends the set that a token was chosen from.
         """
         top_k = self.top_k
         if self.truncates and top_k == 0:
@@ -228,7 +228,7 @@ class Timeouts:
     train: PositiveFloat = 3600.0
     """Limit for one training step."""
     rollout: PositiveFloat = 3600.0
-    """Limit for one group's rollouts; a step's groups get six times that: 3 tries of 2 prompts."""
+    """Limit for one group's rollouts; a step's groups get six times that: 3 tries for 2 prompts."""
     sync: PositiveFloat = 600.0
     """Limit for one weight update, from pause to resume."""
 
@@ -262,14 +262,14 @@ class Demand(NamedTuple):
 # A base class, not a group: these settings are `cfg.seed` and `--seed`, without a group's name.
 @checked_dataclass(frozen=True, config=CHECKED)
 class CommonSettings:
-    """The single settings that all programs have with the same default."""
+    """The ungrouped settings that all programs have with the same default."""
 
     run_dir: str = "runs/{time}"
     """Folder for metrics and checkpoints; {time} and {seed} are filled in."""
     model: str = "models/tiny"
     """Folder of a Hugging Face causal LM (config.json, *.safetensors, tokenizer), or ORG/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
-    """Seeds the trainer, and each sample of a rollout by its slot and its place in the group."""
+    """Seeds the trainer and, together with slot and place in the group, each sample."""
     save_period: NonNegativeInt = 100
     """Save and export every N steps, and at the end; 0: only at the end."""
     keep_last: PositiveInt = 2
@@ -293,7 +293,7 @@ class CommonSettings:
 
 
 class BatchSize:
-    """The settings that each program with rollouts declares in its Config, as defaults differ."""
+    """Settings that each program with rollouts declares in its Config, because defaults differ."""
 
     prompts_per_step: int  # P, prompt groups in a batch
     group_size: int  # G, samples per prompt
@@ -332,7 +332,7 @@ class RunSettings(CommonSettings, BatchSize):
 
     @property
     def writes_to(self) -> str:
-        """Folder of metrics, rollouts and logs; an evaluation has its own folder."""
+        """Folder for metrics, rollouts and logs; an evaluation has its own folder."""
         return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
 
     @property
@@ -380,7 +380,7 @@ class PairSettings(CommonSettings):
 
     @property
     def writes_to(self) -> str:
-        """Folder of metrics and logs; an evaluation has its own folder."""
+        """Folder for metrics and logs; an evaluation has its own folder."""
         return f"{self.run_dir}/evaluation" if self.command.eval_only else self.run_dir
 
     @property

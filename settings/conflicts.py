@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SDPA_TOKENS = 1 << 16
 # The largest set that a token is chosen from; vLLM sends larger ones as bits over the vocabulary.
 MOST_ALLOWED = 2048
-# vLLM's arguments that the run itself sets, and our setting for each: another value would break it.
+# vLLM's arguments that the run itself sets, and our setting for each: other values would break it.
 OWN_ENGINE_ARGS = {
     "model": "model",
     "load_format": "",
@@ -149,7 +149,7 @@ def of_schedule(policy: "PolicySettings") -> None:
     if not fits:
         raise ValueError(
             f"policy: lr_schedule = {kind!r} and wsd_decay_steps = {last}: expected 0 without wsd,"
-            f" with it 1 to lr_decay_steps - warmup_steps = {end - warm}"
+            f" or with wsd 1 to lr_decay_steps - warmup_steps = {end - warm}"
         )
     if policy.min_lr > policy.lr:
         raise ValueError(f"policy: min_lr = {policy.min_lr} > lr = {policy.lr}")
@@ -163,25 +163,26 @@ def of_engine(engine: "EngineSettings") -> None:
             raise ValueError(f"engine.args sets {name!r}, which the run itself sets{by}")
     count = engine.arguments["max_num_seqs"]
     if not isinstance(count, int) or isinstance(count, bool) or count <= 0:
-        raise ValueError(f"engine.args sets max_num_seqs = {count!r}: expected above 0")
+        raise ValueError(f"engine.args sets max_num_seqs = {count!r}: expected a number above 0")
     share = engine.arguments["gpu_memory_utilization"]
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
         raise ValueError(
-            f"engine.args sets gpu_memory_utilization = {share!r}: expected above 0, at most 1"
+            f"engine.args sets gpu_memory_utilization = {share!r}: expected a number above 0,"
+            " at most 1"
         )
 
 
 def of_sampling(sampling: "Sampling") -> None:
     """Refuses values that vLLM would refuse at the first request or evaluation. Raises ValueError.
 
-    If training truncates, vLLM returns the allowed tokens of every request, so all are bounded.
+    If training truncates, vLLM returns the allowed tokens of every request, so each set is bounded.
     """
     bounded = sampling.truncates
     if sampling.top_k == 1 or sampling.top_k > MOST_ALLOWED:
         raise ValueError(f"sampling.top_k = {sampling.top_k}: expected 0, or 2 to {MOST_ALLOWED:,}")
     chosen = sampling.parameters | sampling.validation
     top_k = chosen["top_k"]
-    why = "as training has top_p, top_k or min_p"
+    why = "because training has top_p, top_k or min_p"
     for name, holds, expected in (
         ("temperature", chosen["temperature"] >= 0, "0 or more"),
         ("top_p", 0 < chosen["top_p"] <= 1, "above 0, at most 1"),
@@ -230,7 +231,7 @@ def of_training(cfg: "TrainingSettings") -> None:
     if is_masked and rows[longest] > SDPA_TOKENS:
         raise ValueError(
             f"policy.attention = 'sdpa' and {longest} = {rows[longest]}:"
-            f" above {SDPA_TOKENS} a GPU computes wrong values, expected 'auto'"
+            f" above {SDPA_TOKENS} tokens, a GPU computes wrong values: expected 'auto'"
         )
     if "{time}" in cfg.run_dir:
         if command.resume == "auto":
@@ -253,6 +254,6 @@ def of_rollouts(cfg: "RunSettings") -> None:
         ):
             if min_p > 0:
                 raise ValueError(
-                    f"{name} = {min_p}: engine.args has speculative_config, with which vLLM"
-                    " refuses it, expected 0"
+                    f"{name} = {min_p}: expected 0, because vLLM refuses it together with the"
+                    " speculative_config in engine.args"
                 )

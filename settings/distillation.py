@@ -12,7 +12,7 @@ from settings.network import PolicySettings
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class TeacherSettings(RunSettings):
-    """The settings of a training run on rollouts, each of which its row's teacher scores."""
+    """The settings of a training run on rollouts, each scored by its row's teacher."""
 
     teachers: dict[str, str] = dataclasses.field(default_factory=dict)
     """Name -> folder of a Hugging Face causal LM, or ORG/NAME; a model may have several names."""
@@ -27,7 +27,7 @@ class TeacherSettings(RunSettings):
     teacher_beside: dict[str, str] = dataclasses.field(default_factory=dict)
     """Teacher -> the teacher whose ranks and layout it shares; they score in turn."""
     verify: bool = True
-    """Verify all answers, for the log; False: single-turn answers are not, and get reward 0."""
+    """Verify all answers, for the log; False: single-turn answers get reward 0, unverified."""
 
     def teacher_of(self, agent: str, dataset: str = "") -> str:
         """Returns the teacher for an agent's rows; "" if they have no teacher."""
@@ -60,12 +60,12 @@ class TeacherSettings(RunSettings):
         return found
 
     def layout_of(self, host: str) -> PolicySettings:
-        """Returns the layout of a host's ranks; nothing is recomputed, as nothing is trained."""
+        """Returns a host's layout; nothing is recomputed, because nothing is trained."""
         changes = {"activation_checkpointing": False} | self.teacher_layouts.get(host, {})
         return dataclasses.replace(self.teacher_policy, **changes)
 
     def of_host(self, host: str) -> Self:
-        """Returns the settings of a host's ranks, whose `model` and `policy` are its own."""
+        """Returns the settings of a host's ranks, with the host's own `model` and `policy`."""
         return dataclasses.replace(self, model=self.teachers[host], policy=self.layout_of(host))
 
     @property
@@ -99,7 +99,9 @@ def check_teachers(cfg: TeacherSettings) -> None:
     for name, host in cfg.teacher_beside.items():
         first = cfg.first_of(name)
         if first != name:
-            raise ValueError(f"teacher_beside has {name!r}, a name of {first!r}: set it for that")
+            raise ValueError(
+                f"teacher_beside has {name!r}, another name of {first!r}: set it for {first!r}"
+            )
         if cfg.first_of(host) in cfg.teacher_beside:
             raise ValueError(f"teacher_beside[{name!r}] = {host!r}, which is beside another")
     check_layouts(cfg)

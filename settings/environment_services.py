@@ -99,7 +99,7 @@ class Services:
     """NeMo-Gym or verifiers servers with the agents that envs/ lacks: http://HOST:PORT."""
 
     def located(self) -> "Services":
-        """Returns a copy with absolute paths, as processes have working folders of their own."""
+        """Returns a copy with absolute paths, because each process has its own working folder."""
         named = {name: getattr(self, name) for name in ("lean", "images", "workplace")}
         folders = {name: os.path.abspath(p) for name, p in named.items() if os.path.isdir(p)}
         judges = {name: dict(judge) for name, judge in self.judges.items()}

@@ -1,4 +1,4 @@
-"""Explains what is wrong with a setting: its place, its value, what was probably meant."""
+"""Explains what is wrong with a setting: its place, its value, and what was probably meant."""
 
 import dataclasses
 import difflib
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def hint(Config: type, path: str, value: Value = None) -> str:
     """Returns the setting that a dotted name probably means, as the end of an error message.
 
-    A dictionary may be another program's group: its keys are looked up.
+    A dictionary may be another program's group: then its keys are looked up.
     """
     known = flatten(Config())
     by_leaf: dict[str, list[str]] = {}
@@ -38,7 +38,7 @@ def hint(Config: type, path: str, value: Value = None) -> str:
     if not close:
         return ""
     if close[0].startswith("command."):
-        return f"; --{close[0].removeprefix('command.')} is a word of the command line"
+        return f"; --{close[0].removeprefix('command.')} is a command-line flag"
     return f"; did you mean {' or '.join(close)}?"
 
 

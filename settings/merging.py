@@ -23,7 +23,7 @@ def is_group(value: "Value | DataclassInstance") -> "TypeGuard[DataclassInstance
 
 
 def merge(old: Any, new: Any) -> Any:
-    """Returns `new`, or if both are dictionaries `old` with the entries of `new`, at any depth.
+    """Returns `new`; if both are dictionaries, returns `old` updated with `new`, at any depth.
 
     An empty dictionary replaces the old one.
     """
@@ -60,14 +60,14 @@ def assigned(path: Path) -> dict[str, Value]:
 
 
 def refuse_twice(path: Path) -> None:
-    """Raises InputError if a dictionary has a key twice, of which Python would keep the last."""
+    """Raises InputError if a dictionary has a key twice: Python would keep only the last value."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Dict):
             keys = Counter(key.value for key in node.keys if isinstance(key, ast.Constant))
             for key, count in keys.items():
                 if count > 1:
                     raise InputError(
-                        f"{path}:{node.lineno}: {key!r} stands {count} times in a dictionary,"
+                        f"{path}:{node.lineno}: {key!r} appears {count} times in a dictionary,"
                         " expected once"
                     )
 
@@ -76,7 +76,7 @@ def unique(pairs: list[tuple[str, Value]]) -> dict[str, Value]:
     """Returns the entries of an object, for json.loads. Raises ValueError if a name is repeated."""
     for name, count in Counter(name for name, _ in pairs).items():
         if count > 1:
-            raise ValueError(f"{name!r} stands {count} times in an object")
+            raise ValueError(f"{name!r} appears {count} times in an object")
     return dict(pairs)
 
 

@@ -20,7 +20,7 @@ WORDS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no":
 
 
 def key_of(flag: str) -> str:
-    """Returns the dotted name that a word of the command line may set; "" for any other word."""
+    """Returns the dotted name that a command-line word may set; "" for any other word."""
     found = FLAG.fullmatch(flag)
     return found[1].replace("-", "_") if found else ""
 
@@ -62,7 +62,7 @@ def meaning(key: str, ours: Collection[str]) -> str:
 
     A key without a dot may be the last part of one: max_num_steps is grpo.max_num_steps. Below a
     group that only other programs have, the nearest key is named. Lines whose setting is not among
-    `ours` are left out, as DPO has other settings than GRPO.
+    `ours` are left out, because DPO and GRPO have different settings.
     """
     known = {*ours, *(name.rpartition(".")[0] for name in ours), "none"}
     pairs = "pairs_per_step" in ours
@@ -91,7 +91,7 @@ def meaning(key: str, ours: Collection[str]) -> str:
 
 
 def within(key: str, value: Value) -> Iterator[str]:
-    """Yields the dotted names of a dictionary's entries at any depth; for other values the key."""
+    """Yields the dotted names of a dictionary's entries, at any depth, or another value's key."""
     if not isinstance(value, dict) or not value:
         yield key
         return
@@ -102,8 +102,8 @@ def within(key: str, value: Value) -> Iterator[str]:
 def refuse(flags: list[str], ours: Mapping[str, Value]) -> None:
     """Raises InputError for another program's key, naming the setting that is meant here.
 
-    Also for one of our settings in another program's syntax, `steps=5` or `--wandb true`, and for
-    the last part of its name, such as `--max_grad_norm`.
+    It also refuses our own settings in another program's syntax, `steps=5` or `--wandb true`, and
+    the last part of a setting's name alone, such as `--max_grad_norm`.
     """
     for at, flag in enumerate(flags):
         if at and not flag.startswith("--") and takes_value(flags[at - 1], ours):

@@ -45,13 +45,13 @@ class PolicySettings:
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after the warm-up; wsd: constant, then linear over wsd_decay_steps."""
     lr_decay_steps: NonNegativeInt = 0
-    """Update, counted from the warm-up's start, from which the rate is min_lr; unless constant."""
+    """First update with rate min_lr, counted from the warm-up's start; unused if constant."""
     wsd_decay_steps: NonNegativeInt = 0
-    """Updates at the end of lr_decay_steps over which a wsd schedule falls."""
+    """Updates at the end of lr_decay_steps over which a wsd schedule decays."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the schedule."""
     betas: tuple[Rate, Rate] = (0.9, 0.999)
-    """AdamW's decay rates of the gradient's mean and square."""
+    """AdamW's decay rates for the gradient's mean and square."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay for all weights except norms and biases."""
     max_grad_norm: PositiveFloat = 1.0

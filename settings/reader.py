@@ -87,7 +87,7 @@ def check_names(Config: type[C], flags: list[str]) -> None:
 def end_in_one_line(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Prints an error as sys.excepthook does; Ctrl-C, which is no program error, takes one line."""
+    """Prints an error as sys.excepthook does; Ctrl-C, which is not an error, takes one line."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)
     else:
@@ -187,7 +187,9 @@ def check_text(name: str, value: str) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in value):
         raise InputError(f"{name} = {value!r}: expected text in UTF-8")
     if name in PATHS and value.startswith("~"):
-        raise InputError(f"{name} = {value!r}: expected a path without ~, as no shell replaces it")
+        raise InputError(
+            f"{name} = {value!r}: expected a path without ~, because no shell replaces it here"
+        )
 
 
 def folder_of(model: str, weights: bool) -> str:
@@ -210,8 +212,8 @@ def read(Config: type[C], path: Path) -> C:
         raise InputError(f"{path.resolve()}: no such config file; there are: {names} in {ROOT}")
     if path.suffix in (".yaml", ".yml"):
         raise InputError(
-            f'{path}: a YAML file, expected Python assignments, as policy = {{"lr": 1e-6}}, or'
-            " JSON: docs/from_nemo_rl.md and docs/from_trl.md have names"
+            f'{path}: a YAML file, expected Python assignments, such as policy = {{"lr": 1e-6}},'
+            " or JSON: docs/from_nemo_rl.md and docs/from_trl.md list the names of settings"
         )
     chosen = of_json(path) if path.suffix == ".json" else assigned(path)
     fields = {field.name for field in dataclasses.fields(Config)} - {"command"}

@@ -106,7 +106,7 @@ def test_what_has_one_axis_does_not_decay():
     ({"lr_schedule": "linear", "lr_decay_steps": 10}, "lr_decay_steps = 10: expected more than"),
     ({"lr_decay_steps": 100}, "need an lr_schedule that is not constant"),
     ({"min_lr": 1e-7}, "need an lr_schedule that is not constant"),
-    (COURSE | {"lr_schedule": "wsd"}, "wsd_decay_steps = 0: expected 0 without wsd, with it 1 to"),
+    (COURSE | {"lr_schedule": "wsd"}, "wsd_decay_steps = 0: expected 0 without wsd, or with wsd 1"),
     (COURSE | {"lr_schedule": "wsd", "wsd_decay_steps": 34}, "lr_decay_steps - warmup_steps = 33"),
     (COURSE | {"lr_schedule": "linear", "wsd_decay_steps": 3}, "expected 0 without wsd"),
     (COURSE | {"lr_schedule": "linear", "min_lr": 1e-3}, "min_lr = 0.001 > lr = 0.0003"),

@@ -133,7 +133,7 @@ def test_a_file_of_json_is_read_as_such(tmp_path):
 def test_a_name_that_stands_twice_is_refused_in_json_as_well(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text('{"steps": 5, "policy": {"lr": 1e-6, "lr": 1e-5}}')
-    with pytest.raises(InputError, match="expected JSON: 'lr' stands 2 times in an object"):
+    with pytest.raises(InputError, match="expected JSON: 'lr' appears 2 times in an object"):
         reader.read(Config, path)
 
 
