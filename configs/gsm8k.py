@@ -1,7 +1,7 @@
 """Qwen3-0.6B on GSM8K, one GPU shared by engine and trainer.
 
 Two GPUs: --gpu_share 1 --engine.args '{"gpu_memory_utilization": 0.85}'
-Data: python launch/make_gsm8k.py FOLDER, which holds GSM8K's train.jsonl and test.jsonl.
+Data: python launch/make_gsm8k.py FOLDER; FOLDER holds GSM8K's train.jsonl and test.jsonl.
 """
 
 run_dir = "runs/gsm8k-{seed}-{time}"

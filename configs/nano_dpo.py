@@ -1,4 +1,4 @@
-"""DPO of Nemotron 3 Nano against hallucinated tool calls, an experiment of its report: 4 nodes."""
+"""DPO of Nemotron 3 Nano against hallucinated tool calls, an experiment in its report: 4 nodes."""
 
 run_dir = "runs/nano_dpo"
 model = "runs/nano_rlhf/step_000200/hf"

@@ -1,4 +1,4 @@
-"""MOPD of Nemotron 3 Ultra, five teachers grade the student: 111 B200 nodes, 5 for judges."""
+"""MOPD of Nemotron 3 Ultra, scored by five teachers: 111 B200 nodes, 5 for judges."""
 
 from configs._ultra import *
 
