@@ -30,7 +30,7 @@ class WeightMeta(NamedTuple):
 
 
 class Row(Protocol):
-    """A packed row: N sequences end to end, the same T tokens on every rank of a replica."""
+    """A packed row: N sequences end to end; every rank of a replica has the same T tokens."""
 
     tokens_T: "Tensor"  # int64
     positions_T: "Tensor"  # int64, from 0 in each sequence: this keeps them apart in attention
@@ -73,7 +73,7 @@ class Policy(Protocol):
         """Adds up the gradients of `loss_fn(logp_T, row) -> (loss, stats)`; returns all stats.
 
         `logp_T` [T] are float32 logprobs of the row's own tokens at the sampling temperature, with
-        gradient; 0 outside its mask. Every rank passes the same number of rows. `loss_fn` is called
+        gradient; 0 outside the mask. Every rank passes the same number of rows. `loss_fn` is called
         once per row, in order. A row whose mask is all False adds nothing: it keeps a rank
         with fewer rows in step. `more`: more rows follow before the optimizer step.
         """

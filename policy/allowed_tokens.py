@@ -56,7 +56,7 @@ class Allowed(NamedTuple):
         """Returns the sets of the tokens at places `at_N`. Raises ValueError if one is empty."""
         count_N = self.count_T[at_N].long()
         if not (count_N > 0).all():
-            raise ValueError("a trained token has no set of tokens that the engine chose it among")
+            raise ValueError("a trained token has no set of tokens from which the engine chose it")
         return Choices(self.ids_M, self.count_T.cumsum(0)[at_N] - count_N, count_N)
 
 

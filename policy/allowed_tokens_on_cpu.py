@@ -1,7 +1,6 @@
-"""Makes an engine on a CPU return allowed tokens, which vLLM's first model runner does not.
+"""Makes an engine on a CPU return allowed tokens, which vLLM's first model runner does not do.
 
-That runner is the only one on a CPU. The scheduler, the way to the client and the sampler are
-vLLM's own.
+A CPU has only that runner. The scheduler, the path to the client and the sampler are vLLM's own.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AnyRunner(VllmConfig):
-    """A configuration that does not demand the second runner; each vLLM process checks it."""
+    """A configuration that passes each vLLM process's check for the second runner."""
 
     def _verify_sampling_replay_config(self) -> None:
         """Accepts the configuration."""
@@ -44,7 +43,7 @@ class Arguments(AsyncEngineArgs):
 
 
 class Receiver(WeightReceiver):
-    """Mixed into vLLM's workers; captures the token sets from before the first request on."""
+    """Mixed into vLLM's workers; captures the token sets, starting before the first request."""
 
     def join_sync_group(
         self, wire: bytes, host: str, port: int, first_rank: int, world: int
@@ -57,8 +56,8 @@ class Receiver(WeightReceiver):
 def capture(runner: "GPUModelRunner") -> None:
     """Makes a runner return the set that each token was chosen from.
 
-    Its sampler computes logprobs after truncation, -inf outside the sets, and gathers the requested
-    ones from them: one row per request, or with drafts one per token that may be
+    The runner's sampler computes logprobs after truncation, -inf outside the sets, and gathers the
+    requested ones from them: one row per request or, with drafts, one per token that may be
     accepted. A second call changes nothing.
     """
     if "sample_tokens" in vars(runner):

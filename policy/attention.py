@@ -1,8 +1,8 @@
-"""Computes attention inside each sequence of a packed row, by torch's varlen kernel without a mask.
+"""Computes attention within each sequence of a packed row: torch's varlen kernel needs no mask.
 
 Axes:  T tokens of a packed row   N its sequences   D width of a head
 
-transformers builds a T x T mask for SDPA, but not for an attention that is only registered by name.
+transformers builds a T x T mask for SDPA, but not for a function that is only registered by name.
 """
 
 from functools import lru_cache
@@ -56,9 +56,10 @@ class Heads(NamedTuple):
 
 @lru_cache
 def activate(heads: Heads, device: torch.device) -> str:
-    """Gives torch the newest kernel that this GPU and its packages have; prints and returns it.
+    """Activates the newest kernel that the GPU and the packages offer; prints and returns its name.
 
-    FlashAttention-2 stays if that package is missing or computes different numbers for such heads.
+    FlashAttention-2 stays if the kernel's package is missing or computes different numbers for
+    these heads.
     """
     name = NEWER.get(torch.cuda.get_device_capability(device)[0], "")
     why = ""
@@ -67,7 +68,7 @@ def activate(heads: Heads, device: torch.device) -> str:
             expected = tried(heads, device)
             activate_flash_attention_impl(name)
             if not all(map(alike, tried(heads, device), expected)):
-                raise RuntimeError("it computes other numbers")
+                raise RuntimeError("its numbers differ")
     except Exception as error:  # an optional package of any version may raise anything
         restore_flash_attention_impl(_raise_warn=False)
         why = f", not {name}: {type(error).__name__}: {error}".splitlines()[0]
@@ -102,12 +103,12 @@ def alike(found: Tensor, expected: Tensor) -> bool:
     return bool(gap <= 0.02 * expected.float().norm())
 
 
-@lru_cache(maxsize=1)  # the layers of a row share its positions: the GPU is asked once
+@lru_cache(maxsize=1)  # all layers share a row's positions: the GPU is asked once
 def limits(positions_1T: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Returns the boundaries and the longest length of sequences: for queries, and again for keys.
 
-    In the order of varlen_attn's arguments: boundaries for queries and keys, int32 [N + 1], then
-    the longest length for each. A sequence begins at position 0.
+    They are in the order of varlen_attn's arguments: boundaries for queries and keys, int32
+    [N + 1], then the longest length for each. A sequence begins at position 0.
     """
     starts_N = (positions_1T[0] == 0).nonzero().squeeze(1)
     ends_N = F.pad(starts_N, (0, 1), value=positions_1T.shape[1]).int()
@@ -120,7 +121,7 @@ def varlen(
 ) -> tuple[Tensor, None]:
     """Computes causal attention from [1, heads, T, D] to [1, T, heads, D], for transformers.
 
-    Raises ValueError if a layer asks for something that the kernel does not do.
+    Raises ValueError if a layer asks for something that the kernel does not support.
     """
     row = given.get("position_ids")
     window = given.get("sliding_window")

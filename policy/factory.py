@@ -28,7 +28,7 @@ def open_policy(
         from policy.fsdp import FSDPPolicy
         from policy.lora import Base
 
-        assert isinstance(reference_of, FSDPPolicy)  # only it has adapters
+        assert isinstance(reference_of, FSDPPolicy)  # no other policy has adapters
         return cast(Policy, Base(reference_of))
     trainable = reference_of is None
     return network(model, settings, temperature, seed, collective_seconds, trainable)
@@ -42,7 +42,7 @@ def network(
     collective_seconds: float,
     trainable: bool = False,
 ) -> Policy:
-    """Opens the network of any folder, by default frozen, such as a teacher."""
+    """Opens the network in any folder, such as a teacher's; frozen by default."""
     # Rows differ in length: expandable segments keep fragments from adding up. torch
     # reads the variable at its first allocation on a GPU.
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:

@@ -42,7 +42,7 @@ def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     adapters = shard if cfg.policy.lora_rank else 0
     held = {"weights, float32": model_shard + adapters}
     held |= {"gradients, float32": shard, "AdamW moments": 2 * shard}
-    if cfg.has_reference and not cfg.policy.lora_rank:  # with LoRA it shares the policy's memory
+    if cfg.has_reference and not cfg.policy.lora_rank:  # with LoRA, it shares the policy's
         held["reference of the KL"] = model_shard / 2
     return held
 
@@ -62,7 +62,7 @@ class Mask(NamedTuple):
 def mask_bytes(settings: "PolicySettings") -> Mask:
     """Returns the bytes of transformers' sdpa_mask, row_tokens squared, which SDPA converts.
 
-    Other kernels, such as "auto" on a GPU, and policy/megatron need no mask.
+    Other kernels, such as the one that "auto" takes on a GPU, and policy/megatron need no mask.
     """
     masked = settings.kind == "fsdp" and settings.attention == "sdpa"
     square = settings.row_tokens**2 if masked else 0
@@ -113,7 +113,7 @@ def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     FSDP2 holds two gathered layers in bf16, one layer's bf16 gradients and one layer's float32
     input of the reduction: 10 bytes per parameter; the root stays whole. A single rank gathers
     nothing ahead (8 bytes), but torch 2.13 makes two more copies of what it reduces
-    (_fsdp_collectives.py, foreach_reduce): 12, once the layer's activations are free. With LoRA,
+    (_fsdp_collectives.py, foreach_reduce): 12, once the layer's activations are freed. With LoRA,
     weights have no gradients (`t` is 0), and only what FSDP2 gathers counts: 5 bytes, or 3.
     """
     alone = cfg.policy.ranks == 1
@@ -124,7 +124,7 @@ def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     layer = model.layer
     ahead, gathered = (0, 3 + 5 * t) if alone else (4, 5 + 5 * t)
     row = 2 * root + saved_bytes(model, cfg) + mask_bytes(cfg.policy).row
-    # The last norm in float32, its bf16 input and output, the trained tokens' and their gradients.
+    # The last norm in float32, its bf16 input and output, the trained tokens' output and gradient.
     hidden = 12 * T * model.hidden
     recomputed = layer_bytes(model, cfg) if cfg.policy.recomputes else 0
     head = head_bytes(logprobs.CHUNK, model.vocab, t * model.hidden)
@@ -186,10 +186,10 @@ def decided(model: Model, cfg: C, memory: float) -> C:
 def settled(cfg: "TrainingSettings") -> "PolicySettings":
     """Decides "auto" for the smallest GPU of all ranks; returns the policy's settings. Collective.
 
-    Without a GPU an H100 is assumed, as in the dry run.
+    Without a GPU, an H100 is assumed, as in the dry run.
     """
     if cfg.policy.activation_checkpointing != "auto" or cfg.policy.kind == "megatron":
-        return cfg.policy  # Megatron recomputes if it is undecided
+        return cfg.policy  # Megatron recomputes if "auto" is undecided
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = torch.tensor(planned("auto").memory, dtype=torch.float64, device=device)
     dist.all_reduce(memory, dist.ReduceOp.MIN)
@@ -199,8 +199,8 @@ def settled(cfg: "TrainingSettings") -> "PolicySettings":
 def reload_bytes(model: Model, cfg: "RunSettings") -> float:
     """Returns the bytes of an engine's GPU that an update takes beyond gpu_memory_utilization.
 
-    vLLM keeps a layer's tensors uncut, for all ranks of tp, until all have arrived; then it makes
-    this rank's part again (model_loader/reload/layerwise.py). Tensors arrive in buckets, which lie
+    vLLM keeps a layer's tensors whole, for all tp ranks, until all have arrived; then it builds
+    this rank's part anew (model_loader/reload/layerwise.py). Tensors arrive in buckets, which lie
     in the host's memory if GPUs are shared.
     """
     layer = 2 * max(model.experts, model.biggest)
@@ -230,7 +230,7 @@ def kv_budget(model: Model, cfg: "RunSettings", gpu: float) -> float:
 def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> int:
     """Returns how many tokens an engine holds in sequences of `length`, with their states.
 
-    While vLLM fills a new block of KV, it has a sequence's states twice, which is not counted.
+    While vLLM fills a new block of KV, it holds a sequence's states twice; this is not counted.
     """
     tp = cfg.engine.tensor_parallel
     each = kv_bytes(model, tp) + model.state / tp / length

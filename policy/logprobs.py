@@ -36,7 +36,7 @@ class Entropy:
         H = -sum_v p_v log p_v = logsumexp(z) - p . z      z = W h / temperature
           = -logp_y - ((p - onehot(y)) W) . h / temperature
 
-    Backward computes the product with W anyway. In its bf16, one token is off by some 0.01 and the
+    Backward computes the product with W anyway, but in bf16: one token is off by some 0.01, and the
     mean by far less.
     """
 
@@ -44,7 +44,7 @@ class Entropy:
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # nats, tokens
 
     def add(self, entropy_N: Tensor, ranks: int) -> None:
-        """Counts tokens. Each token's entropy is the sum of what `ranks` ranks add."""
+        """Counts tokens. Each token's entropy is the sum of the terms that `ranks` ranks add."""
         finite = entropy_N.isfinite()
         nats = torch.where(finite, entropy_N, 0.0).sum()
         self.sums += torch.stack([nats, finite.sum() / ranks])
@@ -138,14 +138,16 @@ class TokenLogprobs(torch.autograd.Function):
 
         d logp_n / d z_n = onehot(y_n) - softmax(z_n)
 
-    Saved are h, W, y and one logsumexp per token. Backward computes a chunk's logits again, turns
-    them into that difference in place and adds up d_W in float32: one matmul more than autograd's
-    three buys O(C V) memory instead of O(N V). After Cut Cross-Entropy (arXiv:2411.09009) and Liger
-    Kernel (arXiv:2410.10989); any function of logp [N], float32, may follow.
+    Forward saves h, W, y and one logsumexp per token. Backward computes a chunk's logits again,
+    turns them into that difference in place and adds up d_W in float32: one matmul more than
+    autograd's three buys O(C V) memory instead of O(N V). This follows Cut Cross-Entropy
+    (arXiv:2411.09009) and Liger Kernel (arXiv:2410.10989); any function of logp [N], float32, may
+    use the result.
 
-    If a group's ranks share the `head`, W is this rank's slice of the vocabulary, and d_h its part
-    of a sum over those ranks. Backward counts the entropy of the tokens. If the `head` has choices,
-    logprobs, gradients and entropy are the truncated policy's: softmax and sum over a token's set.
+    If a group's ranks share the `head`, W is this rank's slice of the vocabulary, and d_h is this
+    rank's part of a sum over those ranks. Backward counts the entropy of the tokens. If the `head`
+    has choices, logprobs, gradients and entropy are the truncated policy's: softmax and sum over a
+    token's set.
     """
 
     @staticmethod

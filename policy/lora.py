@@ -3,7 +3,7 @@
     y = W x + (alpha / rank) B A x         A [rank, in], B [out, rank]: only these are trained
 
 B starts at 0, so the first policy is the model itself. Engines compute with W + (alpha / rank) B A:
-updates carry A and B (policy/sync/adapter_sync.py), exports the sum. With one alpha for all ranks
+updates carry A and B (policy/sync/adapter_sync.py), exports the sum. With one alpha for all ranks,
 the best learning rate hardly depends on the rank, and is ten times full training's ("LoRA Without
 Regret", Thinking Machines 2025). Hu et al. 2021 (arXiv:2106.09685).
 """
@@ -35,7 +35,7 @@ NAME = "default"  # peft's name for the adapter
 def targets(lm: "PreTrainedModel", chosen: Sequence[str]) -> list[str]:
     """Returns the names of linear layers that get an adapter: the `chosen`, or all but the head.
 
-    Layers are chosen by the last part of their names. Raises InputError if no layer has that name.
+    Layers are chosen by the last part of their names. Raises InputError if no layer is so named.
     """
     kinds = nn.Linear | Conv1D
     head = lm.get_output_embeddings()

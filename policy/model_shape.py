@@ -42,7 +42,7 @@ class Model:
     embedding: int  # parameters that are only looked up; 0 if the head is tied to the embedding
     root: int  # parameters outside the decoder layers
     layer: int  # parameters in the largest decoder layer
-    experts: int  # routed parameters in the layer that has most
+    experts: int  # routed parameters in the layer that has the most
     biggest: int  # parameters in the largest tensor
     tensors: int  # tensors in a weight update, with each expert's counted separately
     linear: dict[str, int]  # parameters of adapters of rank 1, by the last part of layers' names

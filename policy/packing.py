@@ -29,7 +29,7 @@ class Share(NamedTuple):
     updates: list[Update]  # their rows refer to a group by its index in `groups`
 
     def places(self, first: int) -> list[Place]:
-        """Returns its samples' places in the batch, in row order.
+        """Returns the places of the share's samples in the batch, in row order.
 
         `first` is the batch index of the first group that was planned.
         """
@@ -46,8 +46,8 @@ def plan_shares(
     """Spreads the samples of each update over the replicas of the policy.
 
     `planned` has, for each update of a step, the update without rows and its samples' lengths. If
-    expert routes, which are large, are replayed, a replica gets whole groups as far as all replicas
-    still get the same work.
+    expert routes are replayed, each replica gets whole groups, because routes are large, as far as
+    all replicas still get the same work.
     """
     from policy.model_shape import even_length  # also imports transformers, which takes seconds
 
@@ -93,10 +93,10 @@ def plan_rows(
 ) -> list[list[list[int]]]:
     """Distributes samples over packed rows; returns equally many rows of indices for each rank.
 
-    Longest first, each into the row with the least work that still has room; if no row has room,
-    every rank gets one more row. A sample of n tokens is n (n + even) work: at n = even, attention
-    costs as much as the weights. A sample longer than `capacity` gets its own row. Equal lengths
-    give equal plans. O(n log n).
+    Longest first, each sample goes into the row with the least work among those with room for it;
+    if there is none, every rank gets one more row. A sample of n tokens is n (n + even) work: at
+    n = even, attention costs as much as the weights. A sample longer than `capacity` gets its own
+    row. Equal lengths give equal plans. O(n log n).
     """
     length_N = np.array(lengths, dtype=np.int64)
     order_N = np.argsort(-length_N, kind="stable")
@@ -133,7 +133,7 @@ def plan_rows(
     return [[rows[r] for r in heaviest_first[rank::ranks]] for rank in range(ranks)]
 
 
-EXCESS = 0.01  # fraction by which the most work of a replica may exceed the mean
+EXCESS = 0.01  # fraction by which the busiest replica's work may exceed the mean
 
 
 def spread(lengths: "dict[Place, int]", replicas: int, even: int) -> "list[list[Place]]":
@@ -143,8 +143,8 @@ def spread(lengths: "dict[Place, int]", replicas: int, even: int) -> "list[list[
 
     Whole groups go to the replica with the least work, heaviest first. Then the replica with the
     most work gives single samples to the replica with the least. Each is the sample whose work is
-    nearest to half their difference. This ends once EXCESS holds, or once no sample would bring the
-    two closer.
+    nearest to half the difference between the two. This ends once EXCESS holds, or once no sample
+    would bring the two closer.
     """
     work = {at: n * (n + even) for at, n in lengths.items()}
     groups: dict[int, list[Place]] = defaultdict(list)

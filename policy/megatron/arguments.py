@@ -32,7 +32,7 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "variable_seq_lengths": True,
-        "calculate_per_token_loss": True,  # else Megatron averages gradients instead of summing
+        "calculate_per_token_loss": True,  # else Megatron averages gradients
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,

@@ -1,9 +1,10 @@
 """Saves and loads checkpoints of the Megatron policy: each rank copies, writes and reads its share.
 
-AdamW's state stays cut over replicas and context parallel ranks, so nothing is gathered. Any number
-of these ranks can continue from it, but tp, pp and ep must stay the same. Weights, which replicas
-have in common, are dealt out among them. Megatron's own asynchronous save forks the trainer, and
-ends with messages in the group that training uses at the same time; this save has its own group.
+AdamW's state stays split over replicas and context parallel ranks, so nothing is gathered. Any
+number of these ranks can continue from it, but tp, pp and ep must stay the same. Weights, which
+replicas have in common, are divided among the replicas. Megatron's own asynchronous save forks the
+trainer, and ends with messages in the group that training uses at the same time; this save has its
+own group.
 """
 
 from collections import defaultdict
@@ -97,7 +98,7 @@ class Shares:
         shards: "dict[str, TorchShardedTensor | BytesIO]",
         common: "CommonStateDict",
     ) -> None:
-        """Writes the data, and after all ranks' data the metadata that mark the checkpoint."""
+        """Writes the data and, once all ranks have, the metadata that marks the checkpoint."""
         planner = MCoreSavePlanner(flatten_state_dict=False)
         checkpoint_io.save(shards, checkpoint_id=dir, planner=planner, process_group=self.group)
         if dist.get_rank(self.group) == 0:

@@ -2,8 +2,8 @@
 
     ranks that share a tensor  --gather-->  its owner, the first of them  --send-->  rank 0
 
-No other rank takes part. An owner sends many tensors at once: a pipeline stage, or a layer's
-experts.
+No other rank takes part. An owner sends many tensors at once: those of a pipeline stage, or of a
+layer's experts.
 """
 
 import itertools
@@ -34,7 +34,7 @@ def export(weights: Weights) -> Iterator[tuple[str, Tensor | None]]:
 
 
 def messages(weights: Weights) -> Iterator[list[Entry]]:
-    """Cuts the model into messages: tensors of one owner and type."""
+    """Splits the model into messages, each with tensors of one owner and type."""
     for (owner, dtype), run in itertools.groupby(weights.catalog, lambda e: (e.owner, e.dtype)):
         message: list[Entry] = []
         used = 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from transformers import PretrainedConfig
 
 # Megatron's name | how it is laid out | names in the checkpoint, {} being a layer's prefix.
-#   whole: on every rank.  rows, columns: cut over the ranks, in order.
+#   whole: on every rank.  rows, columns: split over the ranks, in order.
 #   groups: rows alternate by query group.  ranks: rows alternate by tensor parallel rank.
 LLAMA = r"""
 embedding.word_embeddings.weight       | rows    | model.embed_tokens.weight

@@ -1,6 +1,6 @@
 """Maps names, rows and shards of Megatron's tensors to a Hugging Face checkpoint, and back.
 
-A tensor that Megatron cuts over its tensor parallel ranks is, once joined again, some rows of one
+A tensor that Megatron splits over tensor parallel ranks is, once joined again, some rows of one
 or more checkpoint tensors in a different order:
 
     as the checkpoint has them            q q q q   k k   v v
@@ -68,7 +68,7 @@ class Local(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A model tensor, wherever it is."""
+    """A model tensor, whichever ranks hold it."""
 
     place: Place
     dtype: torch.dtype
@@ -121,7 +121,7 @@ class Weights:
         tensor.tensor_model_parallel = place.ranks > 1 or is_expert
 
     def place(self, name: str, model: "MambaModel") -> Place:
-        """Finds the place of a parameter. Raises ValueError if the checkpoint lacks one for it."""
+        """Finds a parameter's place. Raises ValueError if the checkpoint has no place for it."""
         layer = -1
         prefix = ""
         rest = name
@@ -140,7 +140,7 @@ class Weights:
         names = [n.format(prefix) for n in alternatives(rule.names)]
         if names == ["lm_head.weight"] and self.hf.tie_word_embeddings:
             names = [self.table[0][2]]
-        shared = rule.how != "whole" and not expert  # experts are never cut
+        shared = rule.how != "whole" and not expert  # experts are never split
         ranks = mpu.get_tensor_model_parallel_world_size() if shared else 1
         pieces = self.pieces(names, rule.how, ranks)
         return Place(layer, pieces, int(rule.how == "columns"), ranks)
@@ -153,12 +153,12 @@ class Weights:
         return None
 
     def pieces(self, names: list[str], how: str, ranks: int) -> list[Piece]:
-        """Returns rows of some tensors in Megatron's order: cut into n parts that alternate."""
+        """Returns rows of some tensors in Megatron's order: split into n parts that alternate."""
         hf = self.hf
         dim = int(how == "columns")
         parts = [Part(name, 0, self.file.shape(name)[dim]) for name in names]
         n = {"groups": getattr(hf, "num_key_value_heads", 1), "ranks": ranks}.get(how, 1)
-        if mamba := re.search(r"mixer\.(in_proj|conv1d)", names[0]):  # each part is cut separately
+        if mamba := re.search(r"mixer\.(in_proj|conv1d)", names[0]):  # each part is split by itself
             inner = hf.mamba_num_heads * hf.mamba_head_dim
             state = hf.n_groups * hf.ssm_state_size
             sizes = [inner, state, state]  # x, B, C of the convolution
@@ -210,7 +210,7 @@ class Weights:
         for name in sorted(self.file.files.keys() - homes):
             if not ASIDE.match(name):
                 raise ValueError(f"{name} of the checkpoint has no home in Megatron's model")
-        # One rank's experts of a layer follow each other, so that it sends them at once.
+        # A rank's experts of one layer are adjacent, so that the rank sends them at once.
         return sorted(entries.values(), key=lambda e: (e.place.layer, e.owner, e.place.key))
 
     def shape(self, place: Place) -> list[int]:

@@ -109,7 +109,7 @@ def architecture(hf: PretrainedConfig) -> Architecture:
 
 
 class Places(NamedTuple):
-    """A router's view of this context parallel rank's places of a padded row."""
+    """A router's view of this context parallel rank's places in a padded row."""
 
     read_L: Tensor  # bool: the engine read this token, so it chose experts for it
     counted_L: Tensor  # bool: its sample is trained, so the balance of experts counts it
@@ -117,7 +117,7 @@ class Places(NamedTuple):
 
 
 class Row(PackedSeqParams):
-    """The ends of the sequences of a padded row, and the places for its routers."""
+    """The ends of the sequences in a padded row, and the places for its routers."""
 
     def __init__(self, ends: Tensor, places: Places):
         longest = int(ends.diff().max())
@@ -140,7 +140,7 @@ class Router(TopKRouter):
     """A router that counts each expert's tokens in trained samples only.
 
     Megatron moves each expert's bias by a constant, up or down. Tokens that train nothing,
-    such as a row that keeps a rank in step, would move it as far as a whole batch does.
+    such as those of a row that keeps a rank in step, would move it as far as a whole batch does.
     """
 
     places: Places  # places of the current row
@@ -168,7 +168,7 @@ class RouteReplay(nn.Module):
     The router is number `layer` among the `layers` layers that have experts.
 
     Trainer and engine round differently. If they send a token to different experts, its logprobs
-    differ: arXiv:2510.11370. A place without a whole route chooses for itself. Raises ValueError
+    differ: arXiv:2510.11370. A place without a complete route chooses for itself. Raises ValueError
     if routes have a different number of layers.
     """
 
@@ -192,7 +192,7 @@ class RouteReplay(nn.Module):
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> Chosen:
-        """Takes the engine's experts; the interface of Megatron's RouterReplay."""
+        """Takes the engine's experts; this is the interface of Megatron's RouterReplay."""
         own = Chosen(*choose(scores_LE, topk, groups, group_topk))
         places = self.places()
         read_L = self.share(places.read_L)
@@ -202,7 +202,7 @@ class RouteReplay(nn.Module):
         known = places.routes_L.shape[1]
         if known != self.layers:
             raise ValueError(
-                f"samples have routes of {known} layers, expected the {self.layers} that have "
+                f"samples have routes for {known} layers, expected the {self.layers} that have "
                 "experts"
             )
         route_LK = self.share(places.routes_L)[:, self.layer].long()
@@ -255,13 +255,13 @@ def build(settings: "PolicySettings", hf: PretrainedConfig, dtype: torch.dtype) 
     """Builds this rank's part of the network of a config.json, without weights."""
     layers, fields = architecture(hf)
     config = transformer_config(settings, fields, dtype)
-    rotary = hf.model_type != "nemotron_h"  # Nemotron-H's attention uses no positions
+    rotary = hf.model_type != "nemotron_h"  # Nemotron-H's attention uses no position embeddings
     last = mpu.is_pipeline_last_stage()
     model = MambaModel(
         config,
         stack_spec(config),
         vocab_size=padded(hf.vocab_size),
-        max_sequence_length=settings.row_tokens,  # only for learned positions, which no family has
+        max_sequence_length=settings.row_tokens,  # only for learned embeddings, which no family has
         hybrid_override_pattern=layers,
         pre_process=mpu.is_pipeline_first_stage(),
         post_process=last,
@@ -274,7 +274,7 @@ def build(settings: "PolicySettings", hf: PretrainedConfig, dtype: torch.dtype) 
         # Logits never exist as a whole: the loss multiplies by the head, a chunk at a time.
         model.output_layer.forward = lambda hidden, *_, **unused: (hidden, None)
     for name, parameter in model.named_parameters():
-        # Mamba makes some in float32, but Megatron's optimizer confuses parameters of two dtypes.
+        # Mamba makes some parameters float32, but Megatron's optimizer confuses two dtypes.
         parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(not name.endswith("router.weight"))
     for layer in model.decoder.layers if settings.replay_routing else ():

@@ -27,7 +27,7 @@ ASIDE = re.compile(r"mtp\.|.*rotary_emb\.inv_freq$")  # never trained, exported 
 
 
 class Checkpoint:
-    """The tensors of a folder's *.safetensors files, read by the row."""
+    """The tensors of a folder's *.safetensors files, read row by row."""
 
     def __init__(self, folder: str):
         self.folder = folder
@@ -66,7 +66,7 @@ NEMOTRON_H = {
 
 
 def check_megatron(model: str, settings: "PolicySettings") -> None:
-    """Checks a model's folder against settings.
+    """Checks a model's folder against the settings.
 
     Raises InputError naming the tensor or the field, and what was expected.
     """
@@ -75,7 +75,8 @@ def check_megatron(model: str, settings: "PolicySettings") -> None:
     words = len(load_tokenizer(model))
     if words > hf.vocab_size:
         raise InputError(
-            f"model = {model!r}: its tokenizer has {words} tokens, its embedding {hf.vocab_size}"
+            f"model = {model!r}: its tokenizer has {words} tokens, but its embedding has "
+            f"{hf.vocab_size}"
         )
 
 
@@ -92,14 +93,14 @@ def read_config(model: str, settings: "PolicySettings") -> PretrainedConfig:
         if getattr(hf, name, value) != value:
             raise InputError(
                 f"model = {model!r}: its config.json has {name} = {getattr(hf, name)!r}, "
-                f"policy.kind = 'megatron' trains {value!r} only"
+                f"but policy.kind = 'megatron' trains only {value!r}"
             )
     check_layout(settings, hf)
     return hf
 
 
 def check_kernels(model: str) -> None:
-    """Raises InputError if a kernel library is missing; tests/cpu stands in for them."""
+    """Raises InputError if a kernel library is missing; tests/cpu stands in for such libraries."""
     hf = AutoConfig.from_pretrained(model)
     kernels = ["transformer_engine"]
     if hf.model_type == "nemotron_h" and torch.cuda.is_available():
@@ -108,7 +109,7 @@ def check_kernels(model: str) -> None:
         if not find_spec(name):
             raise InputError(
                 f"policy.kind = 'megatron' needs {name}, which is missing: "
-                "bash launch/setup.sh megatron; on a CPU put tests/cpu on PYTHONPATH"
+                "bash launch/setup.sh megatron; on a CPU, put tests/cpu on PYTHONPATH"
             )
 
 
@@ -155,7 +156,7 @@ def divisors(settings: "PolicySettings", hf: PretrainedConfig, experts: int) -> 
     """Returns the divisors that a layout must satisfy, in the order of checking."""
     tp = settings.tp
     layers = getattr(hf, "layers_block_type", None)
-    depth = len(layers) if layers else 2 * hf.num_hidden_layers  # attention and MLP are two
+    depth = len(layers) if layers else 2 * hf.num_hidden_layers  # attention and MLP count as two
     counted = "the number of layers, attention and MLP counted as two"
     words = "vocab_size, padded to a multiple of 128"
     rules = [

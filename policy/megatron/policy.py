@@ -56,7 +56,7 @@ class Shard:
     """This context parallel rank's part of a packed row.
 
     A sequence is padded at its end, where no real token attends to the padding, to a multiple of
-    2 x CP; the last one further, so that the row divides evenly over the TP ranks.
+    2 x CP; the last sequence is padded further, so that the row divides evenly over the TP ranks.
     """
 
     def __init__(self, row: policy.Row, cp: int, tp: int):
@@ -81,8 +81,8 @@ class Shard:
         counted_L = real_L & trained_N[row.seq_T][source_L]
         routes_L = None
         if row.routes_N is not None:
-            # Joined here, as the routes of all rows would not fit; only this rank's places are
-            # copied to the device.
+            # Joined here, because the routes of all rows would not fit; only this rank's places
+            # are copied to the device.
             routes_T = torch.from_numpy(np.concatenate(row.routes_N))
             routes_L = routes_T[source_L.cpu()].to(real_L.device)
             routes_L = torch.where(real_L[:, None, None], routes_L, -1)
@@ -107,9 +107,9 @@ def join_groups(settings: "PolicySettings", seed: int, collective_seconds: float
 class MegatronPolicy:
     """A `Policy` on Megatron-Core; `trainable=False` makes a frozen copy.
 
-    Needs the default process group, of TP x CP x PP x replicas ranks. On a GPU parameters are bf16
+    Needs the default process group, of TP x CP x PP x replicas ranks. On a GPU, parameters are bf16
     with float32 main parameters, and gradients are summed in float32, unless `settings.megatron`
-    sets another type; on a CPU everything is float32. Routers are frozen. The bias by which
+    sets another type; on a CPU, everything is float32. Routers are frozen. The bias by which
     Nemotron-H chooses experts moves by 1e-3 per step towards experts that are chosen too rarely
     (arXiv:2408.15664). Raises ValueError naming a tensor that the checkpoint or the model lacks.
     """
@@ -153,7 +153,7 @@ class MegatronPolicy:
         apart = get_standard_config_overrides(adam)  # norms and biases, which do not decay
         self.optimizer = get_megatron_optimizer(adam, [self.chunk], config_overrides=apart)
         cut = {f"policy.{axis}": getattr(self.settings, axis) for axis in ("tp", "pp", "ep")}
-        # AdamW's state is cut like Megatron's gradient buffers, by their type and buckets.
+        # AdamW's state is split like Megatron's gradient buffers, by type and bucket.
         for name in ("grad_reduce_in_fp32", "overlap_grad_reduce", "bucket_size"):
             cut[f"policy.megatron.ddp.{name}"] = getattr(ddp, name)
         self.shares = Shares(self.model, self.optimizer, cut, self.write_group)
@@ -249,7 +249,7 @@ class MegatronPolicy:
 
         Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping.
         Raises FloatingPointError on every rank if the norm is not finite, and RuntimeError if the
-        engine's experts could not be replayed. Weights are then untouched, gradients dropped.
+        engine's experts could not be replayed. Then weights stay unchanged, gradients are dropped.
         """
         settings = self.settings
         done = self.updates
@@ -295,8 +295,8 @@ class MegatronPolicy:
         if followed < wanted:
             self._zero_grad()
             raise RuntimeError(
-                f"policy.replay_routing: the trainer could follow {followed / wanted:.2%} of the "
-                "engine's routes, not all; does it return them?"
+                f"policy.replay_routing: the trainer could follow only {followed / wanted:.2%} of "
+                "the engine's routes; does the engine return them?"
             )
         return {"routing_replay_hit_rate": followed / wanted if wanted else 1.0}
 

@@ -5,11 +5,11 @@
 W_0 is read from the policy's folder, mapped into memory: the workers of a node share its pages, and
 a new engine needs only the next update. The sum equals the weight in an update of merged weights.
 So vLLM's layers, the decoding speed and the read-back by `Proof` are the same, and nothing
-drifts over updates. vLLM's LoRA requests would cost kernels in each layer and each engine step.
+drifts over updates. vLLM's LoRA requests would cost kernels in every layer and engine step.
 
 Norms, biases and other tensors that are not matrices are sent whole. For each matrix the trainer
-also sends its product with a few vectors, computed without merging. Engines compare the product
-with their sum's, which reveals a different base, or an adapter that is ignored, stale, or for
+also sends its product with a few vectors, computed without merging. Engines compare that product
+with their own sum's, which reveals a different base, or an adapter that is ignored, stale, or for
 another layer, rank or scale (ms-swift#9855 trained for days on ignored adapters). A change to a row
 by less than 1.4e-5 of its norm is not noticed: it may be rounding.
 
@@ -49,8 +49,8 @@ class Matrices(NamedTuple):
     def of(cls, folder: str, stack: contextlib.ExitStack) -> "Matrices":
         """Opens a folder's tensors for as long as `stack` is open; empty without safetensors files.
 
-        Opens only the files that transformers reads, as others may be older. Raises OSError if one
-        is missing.
+        Opens only the files that transformers reads, because others may be older. Raises OSError if
+        one of those files is missing.
         """
         index = Path(folder, "model.safetensors.index.json")
         weight_map = json.loads(index.read_text())["weight_map"] if index.exists() else {}
@@ -174,7 +174,7 @@ def exact_products() -> Iterator[None]:
 
 
 class Base(NamedTuple):
-    """The checkpoint to which engines add adapters. It is pickled to them within `Wire`."""
+    """The checkpoint to which engines add adapters. It is sent to them, pickled, within `Wire`."""
 
     folder: str
     scale: float
@@ -191,8 +191,8 @@ class Base(NamedTuple):
             files = Matrices.of(self.folder, stack)
             if lacking := files.lacking(self.metas):
                 raise RuntimeError(
-                    f"{self.folder}, as node {platform.node()} sees it, has no {lacking} any more: "
-                    "updates add adapters to it"
+                    f"{self.folder}, as node {platform.node()} sees it, has no {lacking} any more, "
+                    "but updates add adapters to it"
                 )
             for meta in self.metas:
                 name, tensor = next(sent)

@@ -1,10 +1,10 @@
-"""Copies tensors straight into vLLM's layers, in the way that vLLM's loaders have shown.
+"""Copies tensors straight into vLLM's layers, by repeating the copies that its loaders make.
 
 The loaders are Python. They take some 0.5 ms per tensor, a mixture of experts has tens of thousands
-of tensors, and the engine is paused meanwhile. But they do the same each time: they cut and copy.
-So after a proven update they are run on tensors without memory, and each copy is noted.
-If copies fill a layer, every element once, they fill it from then on, and vLLM processes the layer
-as it does after its own loaders. The loaders still fill all other layers.
+of tensors, and the engine is paused meanwhile. But they do the same each time: they slice and copy.
+So after a verified update, they are run on tensors without memory, and each copy is recorded. If
+the copies fill a layer, every element once, only the copies fill it from then on, and vLLM
+processes the layer as it does after its own loaders. The loaders still fill all other layers.
 """
 
 from collections import defaultdict
@@ -94,7 +94,7 @@ def part(whole: Tensor, at: Part) -> Tensor:
 
 
 class Recorder(TorchDispatchMode):
-    """A mode that notes loaders' copies from `sent` to `homes`, without making them.
+    """A mode that records loaders' copies from `sent` to `homes`, without making them.
 
     `doubted` has the layers to which anything else is written, `used` the tensors from which
     anything else is made.
@@ -158,8 +158,8 @@ class Copies:
         self.layers: dict[str, nn.Module] = dict(model.named_modules())
         self.filled: dict[str, list[Copy]] = {}
         self.readers: dict[str, list[str]] = {}
-        self.sources: dict[str, int] = {}  # by filled layer, the number of its sent tensors
-        if config.parallel_config.enable_eplb:  # experts move between two updates
+        self.sources: dict[str, int] = {}  # by filled layer, the number of sent tensors for it
+        if config.parallel_config.enable_eplb:  # experts move between updates
             return
         layerwise.initialize_layerwise_reload(model)
         try:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from policy.sync.layer_copies import Copies
     from policy.sync.weight_sync import Group
 
-CHECK_SECONDS = 0.5  # between two checks whether the senders have ended an update
+CHECK_SECONDS = 0.5  # between two checks of whether the senders have ended an update
 RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 def end_with(pid: int) -> None:
-    """Kills this process within a second after another one has ended, whatever it is doing then.
+    """Kills this process within a second of another's end, whatever this one is doing then.
 
     It also kills the processes between the two: the process that starts an engine's workers can
     hang while waiting for its dead children. Raises psutil.NoSuchProcess if the other process has
@@ -139,8 +139,8 @@ class WeightReceiver:
         """Receives a whole policy; returns its checksum if `verify`, else 0.
 
         Returns None if the update was cut off, by its senders or because a member of the group is
-        lost. The model then has layers of two policies, and the next update repeats this one. An
-        error instead would leave the replies of the engine's other workers unread.
+        lost. The model then has layers from two policies, and the next update repeats this one.
+        Raising an error instead would leave the replies of the engine's other workers unread.
         """
         cut = self.cut = threading.Event()
         # Kernels wait for a lost member until their group is aborted.
@@ -172,7 +172,7 @@ class WeightReceiver:
         """Loads an update through vLLM's reload path; returns its checksum if `verify`, else 0.
 
         `model.load_weights` alone is a silent no-op on packed layers (vllm#42821, SkyRL#1680).
-        Reads the loaded parameters back, with `verify` all of them. Raises RuntimeError naming a
+        Reads loaded parameters back, all of them if `verify`. Raises RuntimeError naming a
         parameter that was not written, or that differs from what was sent.
         """
         from vllm.config import set_current_vllm_config
@@ -208,7 +208,7 @@ class WeightReceiver:
             return None
 
     def refresh_tied_head(self, model: nn.Module) -> None:
-        """Packs a tied head again: on a CPU it multiplies by a copy of the embedding.
+        """Packs a tied head again: on a CPU, it multiplies by a copy of the embedding.
 
         vLLM makes that copy only once, at the start. On a GPU this waits for the device.
         """
@@ -224,8 +224,8 @@ class WeightReceiver:
     def refresh_drafter(self, model: "VllmModel") -> None:
         """Copies the policy's output head to MTP heads that have their own copy (Nemotron-H).
 
-        vLLM shares the two if they are equal when both were loaded, but the policy is still noise
-        at that time. CUDA graphs refer to the copy's memory. The embedding is always shared.
+        vLLM shares the two if they are equal when both have been loaded, but the policy is still
+        noise at that time. CUDA graphs refer to the copy's memory. The embedding is always shared.
         """
         drafts = self.vllm_config.speculative_config
         draft = self.model_runner.get_draft_model() if drafts else None
@@ -264,4 +264,4 @@ class WeightReceiver:
         except RuntimeError as error:
             if self.cut:
                 self.cut.set()
-            raise CutOff(f"a bucket does not arrive: {error}") from error
+            raise CutOff(f"a bucket did not arrive: {error}") from error

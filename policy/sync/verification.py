@@ -1,15 +1,15 @@
 """Checks that an engine's worker computes with the weights that were sent to it.
 
-While tensors arrive, a `Proof` keeps a number for each of their rows. vLLM then stacks, cuts, packs
-and copies them. Afterwards those rows must be found in its parameters, in order:
+While tensors arrive, a `Proof` keeps a number for each of their rows. vLLM then stacks, splits,
+packs and copies the tensors. Afterwards, those rows must be found in its parameters, in order:
 
     stacked (q, k, v; gate, up)       each tensor has a span of the parameter's rows
-    cut by tensor parallelism         each worker has its rows, or its columns
+    split by tensor parallelism       each worker has its rows, or its columns
     experts, in their kernel's order  the values of each, wherever they lie
-    a CPU's linear layers, packed     they multiply a few vectors, and so do the rows that were sent
+    a CPU's linear layers, packed     their product with a few vectors is that of the sent rows
 
-The last check allows for rounding, the others are exact. Buffers are not compared: no policy sends
-any.
+The last check allows for rounding, but the others are exact. Buffers are not compared: no policy
+sends any.
 
 Axes, as suffixes:  R rows of a matrix    C its columns    V vectors
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SHARE = 32  # an update that is not verified checks one in this many parameters
 VECTORS = 4
-ROUNDING = {torch.float32: 3e-5}  # tolerance over a row's norm; for other dtypes 0.05
+ROUNDING = {torch.float32: 3e-5}  # relative to a row's norm; for other dtypes 0.05
 EXPERTS = 16  # experts digested at once; unless they are plain matrices, they are copied for it
 STACKED = {"q": 0, "k": 1, "v": 2}  # vLLM numbers the parts of other stacks itself
 EXPERT = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(\w+?)(?:\.weight)?")
@@ -93,7 +93,7 @@ class Verdict(NamedTuple):
 class Proof:
     """The tensors of one update, to be compared with what a vLLM model holds after it.
 
-    With `turn` it checks one in SHARE parameters, and different ones next time. Without `turn` it
+    With `turn`, it checks one in SHARE parameters, and different ones next time. Without `turn`, it
     checks all, and no parameter may be missing. `unverified` has the names of parameters that it
     cannot compare, such as quantised ones.
     """
@@ -173,7 +173,7 @@ class Proof:
         rank = getattr(module, "tp_rank", self.rank)
         sizes = getattr(module, "output_partition_sizes", parameter.shape[:1])
         if shard is None:
-            if len(sizes) > 1 and tp > 1:  # its parts are cut separately
+            if len(sizes) > 1 and tp > 1:  # its parts are split separately
                 return None
             shard = 0
             sizes = [sum(sizes)]
@@ -192,7 +192,7 @@ class Proof:
 
     def _add_experts(self, name: str, found: re.Match, tensor: Tensor) -> None:
         """Notes one expert's matrix, or the matrices of all experts of a layer."""
-        path, expert, kind = found.groups()  # no expert: one tensor holds them all
+        path, expert, kind = found.groups()  # no number: one tensor holds all experts
         path += ".routed_experts"
         module: RoutedExperts | None = self.modules.get(path)
         is_down = module is not None and kind == module.ckpt_down_proj_name
@@ -234,7 +234,7 @@ class Proof:
 
     @torch.no_grad()
     def verdicts(self) -> Iterator[Verdict]:
-        """Compares each parameter if it can. Raises RuntimeError for one that was not sent."""
+        """Compares each parameter that it can. Raises RuntimeError for one that was not sent."""
         known = [*self.spans, *self.experts, *self.unverified]
         homes = {id(self.loaded[name]): name for name in known if name in self.loaded}
         for name, before in self.loaded.items():

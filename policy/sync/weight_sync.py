@@ -3,9 +3,8 @@
 There is one code path for CPU and GPU; only the backend differs (gloo or nccl). vLLM's own transfer
 engines cannot end an update that has lost an engine: docs/grpo_async.md, detail 26.
 
-Under NCCL the trainer ranks on rank 0's node, its node-mates, are in the group as well. They only
-pass on what they receive, so that NCCL's rings leave the node through the network cards of all its
-GPUs.
+Under NCCL, the other trainer ranks on rank 0's node are in the group as well. They only pass on
+what they receive, so that NCCL's rings leave the node through the network cards of all its GPUs.
 """
 
 import functools
@@ -65,13 +64,13 @@ class Source(Protocol):
 
 
 class Wire(NamedTuple):
-    """The terms of weight updates, known to both sides. They are pickled to the engines."""
+    """The terms of weight updates, known to both sides. They are sent to the engines, pickled."""
 
     metas: list[WeightMeta]  # describe all tensors, in sending order
-    join_seconds: float  # deadline for meeting
+    join_seconds: float  # deadline for joining the group
     seconds: float  # deadline for a broadcast
     shares_gpu: bool  # True: an engine and a trainer rank may have the same GPU
-    base: "Base | None" = None  # engines add the tensors to it; None: they are the weights
+    base: "Base | None" = None  # engines add the tensors to this; None: tensors are the weights
 
     def store(self, host: str, port: int, world: int) -> dist.TCPStore:
         """Connects to the store at which rank 0 of the group listens."""
@@ -114,7 +113,7 @@ class Bucket(NamedTuple):
 
 
 def buckets(metas: Iterable[WeightMeta], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Cuts tensors into broadcasts of at most `limit` bytes, the same on both sides.
+    """Groups tensors into broadcasts of at most `limit` bytes, the same on both sides.
 
     A larger tensor is sent alone.
     """
@@ -137,7 +136,7 @@ def padded(size: int) -> int:
 
 
 def tensor_in(buffer: Tensor, place: Slice) -> Tensor:
-    """Returns a view of one tensor of a bucket."""
+    """Returns a view of one tensor in a bucket."""
     flat = buffer[place.start : place.stop].view(getattr(torch, place.meta.dtype))
     return flat.view(place.meta.shape)
 
@@ -172,8 +171,8 @@ def checksum(digests: list[Tensor]) -> int:
 class Sender:
     """The trainer's side of weight updates. Every rank has a sender.
 
-    Only rank 0 joins the engines, and under NCCL its node-mates. On all of them gathers and
-    broadcasts follow each other in one order, so ranks never wait for each other in a circle.
+    Rank 0 joins the engines; under NCCL, the other ranks on its node do as well. All of them gather
+    and broadcast in the same order, so ranks never wait for each other in a circle.
     """
 
     joined: ClassVar["Sender | None"] = None  # this process's sender
@@ -183,7 +182,7 @@ class Sender:
         base = getattr(policy, "base", None)
         metas = policy.weight_metas()
         self.wire = Wire(metas, waits.ANSWER_SECONDS, timeouts.sync, shares_gpu, base)
-        self.group: Group | None = None  # rank 0, its node-mates and the engines' workers
+        self.group: Group | None = None  # ranks on rank 0's node, and the engines' workers
         self.rank = 0  # this rank's number in that group
         self.store: dist.Store | None = None  # the store where they met
         self.aborted = False
@@ -195,7 +194,7 @@ class Sender:
         return self.wire.metas
 
     def join(self, store: dist.Store, rank: int, world: int) -> None:
-        """Meets the engines' workers at a store; only rank 0 and its node-mates call it."""
+        """Meets the engines' workers at a store; called only on rank 0's node."""
         self.group = self.wire.group(store, rank, world)
         self.store = store
         self.rank = rank
@@ -204,10 +203,10 @@ class Sender:
 
     @classmethod
     def abort(cls) -> None:
-        """Ends the update that this process sends; called in a different thread than `send`.
+        """Ends the update that this process sends; called from a different thread than `send`.
 
-        Under NCCL nothing else ends it: a lost engine leaves the others waiting in their kernels.
-        Gloo's own abort does nothing, and `finish` only stops waiting. Engines see CUT.
+        Under NCCL, nothing else ends it: a lost engine leaves the others waiting in their kernels.
+        Gloo's own abort does nothing, so `finish` only stops waiting. Engines see CUT.
         """
         if cls.joined:
             cls.joined.aborted = True
@@ -222,7 +221,7 @@ class Sender:
         self.staged = itertools.chain([next(packed)], packed)
 
     def send(self, verify: bool) -> int:
-        """Gathers all weights; rank 0 broadcasts them, node-mates pass them on. Collective.
+        """Gathers all weights; rank 0 broadcasts them, others on its node pass them on. Collective.
 
         Rank 0 returns their checksum if `verify`, else 0. Raises RuntimeError, after the last
         gather, if a receiver is gone or the deadline has passed.
@@ -247,12 +246,12 @@ class Sender:
                 self.finish(on_their_way, AHEAD if streams else 0)
             self.finish(on_their_way, 0)
         except RuntimeError:
-            deque(packed, maxlen=0)  # the other ranks take part in the gathering
+            deque(packed, maxlen=0)  # the other ranks still take part in the gathering
             raise
         return checksum(digests)
 
     def passed_on(self) -> int:
-        """Returns the bytes of the largest bucket on a node-mate, which gathers nothing; else 0."""
+        """Returns the bytes of the largest bucket if this rank only passes buckets on, else 0."""
         return max(bucket.size for bucket in buckets(self.metas)) if self.rank else 0
 
     def finish(self, broadcasts: deque[dist.Work], left: int) -> None:
@@ -274,13 +273,13 @@ class Sender:
         if self.aborted:
             raise RuntimeError(
                 "the broadcast of weights was ended: an engine is lost, or "
-                f"{self.wire.seconds:.0f} s are over"
+                f"{self.wire.seconds:.0f} s have passed"
             )
 
 
 @functools.cache
 def keys(count: int, device: torch.device) -> Tensor:
-    """Draws odd numbers, int64: any change of a word changes its product with an odd number."""
+    """Draws odd numbers, int64: any change to a word changes its product with an odd number."""
     draw = torch.Generator().manual_seed(count)
     return (torch.randint(-(1 << 62), 1 << 62, (count,), generator=draw) * 2 + 1).to(device)
 

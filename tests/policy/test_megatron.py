@@ -192,7 +192,7 @@ def test_the_experts_of_the_engine_are_followed(name, family, measured, models):
     """Under random routes: transformers' logits, and in every layout the same step."""
     found, alone = measured(name)[family]["replayed"], measured("one")[family]["replayed"]
     assert found["step"]["routing_replay_hit_rate"] == 1.0
-    assert "of the engine's routes, not all" in found["refused"]
+    assert "of the engine's routes; does the engine return them" in found["refused"]
     for key, tensor in alone["after"].items():
         assert (found["after"][key] - tensor).abs().max() < 1e-5, key
     assert found["step"]["grad_norm"] == pytest.approx(alone["step"]["grad_norm"], rel=1e-4)

@@ -156,7 +156,7 @@ def test_a_send_that_nothing_would_ever_end_is_ended_from_another_thread(monkeyp
             sent.result(0.2)
         assert 1 <= sending.group.sent <= weight_sync.AHEAD + 1
         weight_sync.Sender.abort()
-        with pytest.raises(RuntimeError, match="an engine is lost, or 10 s are over"):
+        with pytest.raises(RuntimeError, match="an engine is lost, or 10 s have passed"):
             sent.result(5)
     assert sending.policy.gathered == list(weights())
 
