@@ -1,4 +1,4 @@
-"""Finds thoughts and tool calls in the text of an answer, and checks that their markup is whole."""
+"""Finds thoughts and tool calls in an answer's text, and checks that their markup is complete."""
 
 import json
 import re
@@ -26,7 +26,7 @@ class Parts(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """The whole calls in a content: their number, and the text around them."""
+    """The complete calls in an answer's content: their number, and the text around them."""
 
     number: int
     rest: str
@@ -36,7 +36,7 @@ class CallForm(Protocol):
     """The form in which a model family writes its calls; envs/parsers/forms.py has other forms."""
 
     def read(self, content: str) -> Calls | None:
-        """Finds the whole calls of a content; None if a call is broken."""
+        """Finds the complete calls in the content; None if a call is broken."""
 
 
 class Form(NamedTuple):
@@ -44,11 +44,11 @@ class Form(NamedTuple):
 
     opening: str
     closing: str  # "" if the next call or the end of the text closes a call
-    whole: Callable[[str], int]  # counts the calls in a text between the tags, 0 if one is broken
-    tags: re.Pattern[str] = CALL_TAG  # tags that may not be anywhere else
+    whole: Callable[[str], int]  # counts the calls in text between the tags, 0 if one is broken
+    tags: re.Pattern[str] = CALL_TAG  # tags that may not appear anywhere else
 
     def read(self, content: str) -> Calls | None:
-        """Finds the whole calls of a content, in linear time; None if a call is broken."""
+        """Finds the complete calls in the content, in linear time; None if a call is broken."""
         at = 0
         count = 0
         rest = []
@@ -79,7 +79,7 @@ def is_call(call: Any, arguments: str = "arguments") -> bool:
 
 
 def count_json(body: str) -> int:
-    """Counts the calls in a JSON text, which is one call or a list; 0 if any is broken."""
+    """Counts the calls in JSON, which is one call or a list; 0 if any is broken."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -111,8 +111,8 @@ ANY = tagged(lambda body: count_hermes(body) or count_xml(body))
 def split(text: str, marks: tuple[str, str] = THINK) -> Parts:
     """Splits an answer at the first `</think>`: reasoning before it, content after it.
 
-    A text that opens a thought and never closes it is all reasoning. A text without think tags is
-    all content. `marks` are the two tags.
+    Text that opens a thought and never closes it is all reasoning. Text without think tags is all
+    content. `marks` are the two tags.
     """
     opening, closing = marks
     before, closed, content = text.partition(closing)
@@ -129,10 +129,10 @@ def flaw(
 
     Tool calls are checked first, as in NeMo-RL's nemo_gym.py.
 
-    "tool_call": the content has tool-call tags outside whole calls, or a number of calls other than
-    `parsed`, as a parser may repair or drop a call. "thinking": a think tag is in the content
-    outside calls, or a second `<think>` is in the reasoning. A thought that was cut off has no
-    flaw, and nothing inside a thought is a tool call.
+    "tool_call": the content has tool-call tags outside complete calls, or a number of calls other
+    than `parsed`, because a parser may repair or drop a call. "thinking": a think tag is in the
+    content outside calls, or a second `<think>` is in the reasoning. A thought that was cut off is
+    not a flaw, and nothing inside a thought is a tool call.
     """
     parts = split(text, marks)
     calls = form.read(parts.content)

@@ -5,7 +5,7 @@
 To find that text, the conversation is rendered with a word in place of the answer. So neither the
 content of earlier turns nor how the template shows them matters: thoughts that it drops stay in
 the prompt. NeMo-RL's prefix rule (models/generation/openai_server_utils.py) has the same outcome.
-It counts the tokens that end messages instead, which an answer can spell.
+That rule instead counts the tokens that end messages, and an answer may contain such tokens.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # A tokenizer takes a second per megabyte, and lets other threads run meanwhile.
 RENDERERS = ThreadPoolExecutor(4)
-# More characters per token than any text has: a longer text is refused before it is tokenised.
+# More characters per token than any text has: longer text is refused before it is tokenised.
 DENSEST = 32
 MARK = "answer-4b1f7c0e92d8"  # templates do not change such a word
 QUESTION = {"role": "user", "content": "?"}
@@ -103,8 +103,8 @@ class Template(NamedTuple):
     def after(self, said: Said, new: list[dict]) -> str | None:
         """Returns the text that a template writes for new messages, from the end of the answer on.
 
-        It begins with the token that ends the answer. None if it cannot be separated from the text
-        before it.
+        It begins with the token that ends the answer. Returns None if the text cannot be separated
+        from what stands before it.
         """
         *earlier, answer = said.messages
         shortened = [stand_in(m, "-") if m["role"] == "assistant" else m for m in earlier]
@@ -139,7 +139,7 @@ async def prompt(sampler: "Sampler", messages: list[dict], tools: list[dict] | N
 async def rendered(
     sampler: "Sampler", messages: list[dict], tools: list[dict] | None, said: Said | None
 ) -> list[int]:
-    """Renders a prompt, which continues `said` if it can. Raises NoRoom as `Template.prompt`."""
+    """Renders a prompt, continuing `said` if it can. Raises NoRoom as `Template.prompt` does."""
     sampler.tools = tools
     template = Template(sampler.tokenizer, sampler.sampling.chat_template_kwargs)
     limit = sampler.sampling.max_model_len
@@ -150,7 +150,7 @@ async def rendered(
 def stand_in(answer: dict, word: str) -> dict:
     """Makes a one-word message to replace an answer; the word is in a call if the answer has calls.
 
-    The message has only one call, as some templates refuse more.
+    The message has only one call, because some templates refuse more.
     """
     calls = answer.get("tool_calls", ())
     if not calls:

@@ -2,35 +2,35 @@
 
 A row asks for it with `"compactions": N`, the number of times that an episode may be summed up. It
 happens in `Sampler.chat`, so it works in every multi-turn environment, and no environment sees it:
-its own list keeps all messages. Nothing that is judged comes from a summary.
+an environment's own list keeps all messages. Nothing that is judged comes from a summary.
 
     window     | prompt of the row | turn | turn | ... | turn | request, summary |
                                                           |
     the next   | prompt of the row with the summary | that turn | what followed it | turn | ...
 
 An episode is summed up before a turn whose prompt leaves no room for an answer, the request and a
-summary. Answer and summary may each have `sampling.max_response_tokens`, or a quarter of
+summary. Answer and summary may each take `sampling.max_response_tokens`, or a quarter of
 `sampling.max_model_len` if that is less. An answer may not use the summary's room.
 
 The request continues the sampled ids, so the summary ends the sequence that it sums up, and is
-trained like any other turn. The environment's latest messages are not summed up but shown again,
+trained on like any other turn. The environment's latest messages are not summed up but shown again,
 after the policy's last message, which the chat template renders. The summary has no role of its
 own: it is added to the last message of the row's prompt, or becomes a user message if that
 message is not the user's. The tokenizer's special tokens are removed from the summary, so it cannot
 end that message.
 
 If a summary is cut off or empty, or the new prompt has no room, `NoRoom` is raised and the episode
-ends as it does at the end of the window; the summary is trained as its last turn. If the request
-leaves no room for half a summary, or the chat template refuses it, or the row's N are used up, the
-episode ends with the window.
+ends as it does at the end of the window; the summary is trained on as its last turn. If the request
+leaves no room for half a summary, or the chat template refuses the request, or the row's N
+summaries are used up, the episode ends with the window.
 
     info/compacted, info/compactions      share of episodes that were summed up, and how often
     info/dropped_tokens                   tokens by which an episode's prompts became shorter
     info/compaction_failed                share of episodes that ended with a summary
 
-Others: prime-rl's nano-rlm keeps the system message and the summary, and asks again if it is empty.
-CompactionRL (arXiv 2607.05378) and SUPO (2510.06727) train summaries too, and all sequences of an
-episode with its one advantage; so does NeMo-RL (pull request 3910).
+Others: prime-rl's nano-rlm keeps the system message and the summary, and asks again if the summary
+is empty. CompactionRL (arXiv 2607.05378) and SUPO (2510.06727) train on summaries too, and train
+all sequences of an episode with the same advantage; so does NeMo-RL (pull request 3910).
 """
 
 from typing import TYPE_CHECKING
@@ -109,7 +109,10 @@ class Compaction:
     def usable(
         self, said: "Said | None", messages: list[dict], tools: list | None
     ) -> "Said | None":
-        """Returns `said` if it may be summed up: it continues, with answers before the last one."""
+        """Returns `said` if it may be summed up, else None.
+
+        The conversation must continue it, and it must have an answer before the last one.
+        """
         if not self.left or not said or not said.leads_to(messages, tools):
             return None
         return said if len(said.messages) > said.head + 1 else None
@@ -119,8 +122,8 @@ class Compaction:
     ) -> list[int]:
         """Samples a summary; returns the first prompt of the next window.
 
-        `ids` is the prompt without a summary, [] if it is too long; it is returned if no summary
-        can be asked for. Raises NoRoom if neither prompt can be used.
+        `ids` is the prompt without a summary, [] if that is too long; `ids` is returned if no
+        summary can be asked for. Raises NoRoom if neither prompt can be used.
         """
         new = messages[len(said.messages) :]
         kept = await prompt_of(
@@ -171,7 +174,7 @@ def task(said: "Said", summary: str) -> list[dict]:
 
 
 def plain_text(text: str, sampler: "Sampler") -> str:
-    """Removes the tokenizer's special tokens from a summary, so it cannot end its message."""
+    """Removes the tokenizer's special tokens from a summary, so it cannot end the message."""
     tokenizer = sampler.tokenizer
     special = {*tokenizer.all_special_tokens}
     for added in tokenizer.added_tokens_decoder.values():

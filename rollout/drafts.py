@@ -1,7 +1,7 @@
 """Keeps drafts of unfinished answers, so that a retry continues from them.
 
 An engine keeps `Drafts` of the requests that it runs. Rollout workers copy them into a `DraftBook`
-from time to time. When an engine is lost, the retry hands its copies to another one.
+from time to time. When an engine is lost, the retry hands those copies to another engine.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 EMPTY_TURN = Turn([], [], [], [], "")
-DRAFT_SECONDS = 5.0  # between two copies: a lost engine loses this much of its answers
+DRAFT_SECONDS = 5.0  # between two copies: a lost engine loses at most this much
 
 
 class Drafts:
@@ -37,7 +37,7 @@ class Drafts:
     def open(self, request: Request) -> Iterator[list[Turn]]:
         """Yields a request's answers so far: the drafts that it brings, or empty ones.
 
-        The block replaces each with the whole answer; meanwhile `since` reports them.
+        The block replaces each with the whole answer; meanwhile `since` reports the drafts.
         """
         drafts = request.drafts or [EMPTY_TURN] * request.n
         turns = [dataclasses.replace(draft, prompt_ids=request.prompt_ids) for draft in drafts]
@@ -76,7 +76,7 @@ def sample_name(name: str, j: int) -> str:
 
 
 def rest_of(request: Request, j: int, draft: Turn) -> Request:
-    """Returns the request for the tokens that sample j of a request lacks beyond its draft."""
+    """Returns the request for the tokens that sample j still needs after its draft."""
     written = len(draft.token_ids)
     return request._replace(
         name=sample_name(request.name, j),
@@ -90,7 +90,7 @@ def rest_of(request: Request, j: int, draft: Turn) -> Request:
 
 
 class DraftedCall(NamedTuple):
-    """The worker's copy of one call to `answers`: its prompt, and each answer in pieces.
+    """The worker's copy of one call to `answers`: the prompt, and each answer in pieces.
 
     Each engine report brings a piece. `answers` is [] until the first report.
     """
@@ -111,7 +111,7 @@ class DraftedCall(NamedTuple):
         return counts
 
     def extended(self, new: list[Turn | None]) -> "DraftedCall":
-        """Returns this copy and what `Drafts.since` reported beyond it; copies no token."""
+        """Returns this copy with what `Drafts.since` reported after it; copies no token."""
         if not new:
             return self
         answers = self.answers or [[] for _ in new]
@@ -185,7 +185,7 @@ class DraftBook:
     def of(self, slot: Any, line: int, n: int) -> Iterator[list[list[DraftedCall]]]:
         """Yields the drafts of a group's n rollouts, and keeps them only if the block raises.
 
-        Each attempt gets its ownlists, because tasks of an earlier attempt may still write.
+        Each attempt gets its own lists, because tasks of an earlier attempt may still write.
         """
         old = self.groups.get((slot, line)) or [[] for _ in range(n)]
         drafts = [list(calls) for calls in old]
@@ -221,7 +221,7 @@ def unreported(n: int, turn: Turn, state: Any) -> Turn:
 def last_sets(chunks: list[Any], tokens: int) -> Allowed:
     """Returns the sets of the last `tokens` tokens from vLLM's SamplingMaskLists.
 
-    A list has the sets of one or more tokens. Older lists are not read, so that the cost of a
+    A list has the sets for one or more tokens. Older lists are not read, so that the cost of a
     report does not grow with the answer.
     """
     found = 0

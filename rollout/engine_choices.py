@@ -1,7 +1,7 @@
 """Carries expert routes and token sets from the engine to the trainer.
 
-Routes are the experts that saw each token (R3, policy.replay_routing). An engine sends only the
-routes of a turn's new tokens; the earlier ones are in arrays that all turns of the conversation
+Routes are the experts that processed each token (R3, policy.replay_routing). An engine sends only
+the routes of a turn's new tokens; the earlier ones are in arrays that all turns of the conversation
 share. If sampling is truncated, a token's set holds the tokens from which it was chosen
 (policy/allowed_tokens.py).
 """
@@ -34,7 +34,7 @@ def held(calls: "Sequence[DraftedCall]", prompt_ids: list[int]) -> list[np.ndarr
 
 
 def lacking(turn: "Turn") -> int:
-    """Returns how many tokens at the start lack routes: the engine was not asked for them."""
+    """Returns how many tokens at the start lack routes, because the engine was not asked."""
     read = len(turn.prompt_ids) + len(turn.token_ids) - 1
     return read - sum(map(len, turn.routes or ()))
 
@@ -42,7 +42,7 @@ def lacking(turn: "Turn") -> int:
 def complete(turns: "list[Turn]", held: list[np.ndarray]) -> None:
     """Puts the routes that the worker holds in front of the ones that the engine has sent.
 
-    A turn from an earlier try may have them already.
+    A turn from an earlier try may already be complete.
     """
     for turn in turns:
         if turn.routes is not None and lacking(turn):
@@ -52,7 +52,7 @@ def complete(turns: "list[Turn]", held: list[np.ndarray]) -> None:
 def join(turns: "list[Turn]", tokens: int) -> np.ndarray | None:
     """Returns the experts of each token when it was first read [tokens, expert layers, experts].
 
-    The last token has -1, as the engine never read it. Returns None if a turn lacks experts.
+    The last token has -1, because the engine never read it. Returns None if a turn lacks experts.
     """
     of_turns = [turn.routes for turn in turns if turn.routes is not None]
     if len(of_turns) < len(turns):
@@ -75,7 +75,7 @@ NONE = np.zeros(0, np.int32)
 
 
 def of_turns(turns: "list[Turn]", tokens: int) -> tuple[np.ndarray | None, Allowed | None]:
-    """Returns the routes and the sets of the sequence of `tokens` tokens that the turns become.
+    """Returns the routes and the sets for the sequence of `tokens` tokens that the turns form.
 
     Raises RuntimeError as `sets` does.
     """
@@ -124,7 +124,7 @@ def sets_of_row(samples: "list[Sample]", truncates: bool) -> tuple[Tensor, Tenso
     """Returns the sets of a packed row's tokens; None if no sample has sets.
 
     Raises ValueError if a trained sample lacks its sets although others have them or the run
-    `truncates`, and if a sample has more or fewer ids than its sets count.
+    `truncates`, or if a sample's number of ids is not the sum of its sets' sizes.
     """
     found = [sets_of(sample) for sample in samples]
     if not any(found) and not truncates:

@@ -76,7 +76,7 @@ def functions(tools: list[dict] | None) -> list[dict] | None:
 
 
 def as_object(given: str | dict | None) -> dict | None:
-    """Returns an object, given as such or as JSON; {} for an empty text, None for all else."""
+    """Returns an object, given as such or as JSON; {} for empty text, None for all else."""
     if isinstance(given, str | None):
         try:
             given = json.loads(given or "{}")
@@ -86,13 +86,13 @@ def as_object(given: str | dict | None) -> dict | None:
 
 
 def plain(content: str | list[dict]) -> str:
-    """Returns a content's text; templates would drop or print parts of the Responses API."""
+    """Returns the text of a content; templates would drop or print parts of the Responses API."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 @functools.cache
 def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
-    """Loads the model's tokenizer. Importing transformers takes 2 s, so it is done only here."""
+    """Loads the model's tokenizer. Importing transformers takes 2 s, so only this imports it."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
@@ -139,7 +139,7 @@ def check_items(items: list | str, at: str) -> None:
             check_message(item, where)
         elif kind == "reasoning":
             for name in ("summary", "content"):
-                check_text(get(item, name, list | None, "a list of texts", where), where + name)
+                check_text(get(item, name, list | None, "a list of parts", where), where + name)
         else:
             get(item, "call_id", str, "a string", where)
         if kind == "function_call":
@@ -163,7 +163,7 @@ def check_message(item: Any, where: str) -> None:
 
 
 def check_text(content: str | list | None, at: str) -> None:
-    """Raises ValueError unless each part of a content has a text."""
+    """Raises ValueError unless each part of a content has text."""
     for k, part in enumerate(content if isinstance(content, list) else ()):
         get(part, "text", str, "a string", f"{at}[{k}].")
 

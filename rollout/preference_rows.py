@@ -3,8 +3,9 @@
     {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
     {"chosen": [MESSAGE, ...], "rejected": [MESSAGE, ...], "tools": [...]}
 
-A text as `prompt` is a user message, a text as an answer an assistant message. Two whole
-conversations need no prompt: it is their common beginning. Other keys of a row are ignored.
+If `prompt` is a string, it is a user message; an answer that is a string is an assistant message.
+If the answers are whole conversations, the prompt is their common beginning, and the row needs no
+`prompt`. Other keys of a row are ignored.
 """
 
 import functools
@@ -119,16 +120,16 @@ def split(row: Any) -> Conversation:
         if roles != "assistant":
             raise ValueError(
                 f"{name} has {roles or 'nothing'}, "
-                "expected one message of the assistant after the common prompt"
+                "expected one assistant message after the common prompt"
             )
     require(bool(prompt), "prompt", row.get("prompt"), "a question, or messages before the answers")
     differ = chosen != rejected
-    require(differ, "rejected", row["rejected"], "another answer than chosen")
+    require(differ, "rejected", row["rejected"], "an answer other than chosen")
     return Conversation(prompt, chosen[0], rejected[0])
 
 
 def messages(row: dict, name: str, role: str) -> list[dict]:
-    """Returns a field's messages; a text is a message of `role`.
+    """Returns a field's messages; a string becomes a message of `role`.
 
     Raises ValueError if a chat template could not show them.
     """

@@ -6,8 +6,8 @@ from rollout.answer_markup import flaw, split
 class Response(str):
     """The text of one answer, thought and markup included, with the parts parsed from it.
 
-    vLLM's parsers read it once. Without services.reasoning_parser the thought is the text in
-    `<think>` tags; without services.tool_parser calls are not read.
+    vLLM's parsers read it once. Without services.reasoning_parser, the thought is the text in
+    `<think>` tags; without services.tool_parser, calls are not read.
     """
 
     reasoning: str  # the thought, or ""
@@ -33,7 +33,7 @@ class Response(str):
 
     @classmethod
     def of(cls, text: str) -> "Response":
-        """Reads a text without a parser; returns a Response as it is.
+        """Reads text without a parser; returns a Response unchanged.
 
         A thought that never ends is content.
         """

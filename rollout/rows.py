@@ -26,8 +26,8 @@ LONGEST_LINE = 1 << 26  # bytes; a longer line is not a row but a file without l
 class Rows(Sequence[dict]):
     """The good rows of a JSONL file, in order, each with its line number under `_line`.
 
-    Memory holds only 16 bytes per row, as a blend may have 50 GB: the row's offset in the file, its
-    line number, and a checksum. Reading a row raises InputError if the file has changed.
+    Memory holds only 16 bytes per row, because a blend may have 50 GB: the row's offset in the
+    file, its line number, and a checksum. Reading a row raises InputError if the file has changed.
     """
 
     def __init__(self, path: str):
@@ -73,7 +73,7 @@ def read_lines(path: str) -> Iterator[str]:
 
 
 def raw_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """Yields the offset and the bytes of each line in a file; shows a bar if it takes a while.
+    """Yields the offset and the bytes of each line in a file; shows a progress bar if it is slow.
 
     Raises InputError if the file cannot be read.
     """
@@ -202,7 +202,7 @@ def loads(line: str) -> tuple[Any, int]:
                 f"expected UTF-8: byte {code - 0xDC00:#x} at character {error.start}"
             ) from None
         raise ValueError(
-            f"expected UTF-8: half a pair, \\u{code:x}, at character {error.start}"
+            f"expected UTF-8: half a surrogate pair, \\u{code:x}, at character {error.start}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON: {error}") from None

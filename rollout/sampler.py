@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GroupSamplers(NamedTuple):
-    """The samplers of a group's rollouts, and a clock that runs while none has a call open."""
+    """The samplers of a group's rollouts, and a clock that runs while no call is open."""
 
     samplers: "list[Sampler]"
     idle: Idle
@@ -49,7 +49,7 @@ class Samplers:
     ) -> Iterator[GroupSamplers]:
         """Yields a sampler for each of a row's n rollouts; a slot has the same seeds in every try.
 
-        If the block raises, the next samplers of the slot continue from its drafts.
+        If the block raises, the slot's next samplers continue from these drafts.
         """
         seed = zlib.crc32(f"{self.cfg.seed} {slot}".encode())
         sampling = sampling_of(row, self.cfg.sampling)
@@ -83,9 +83,9 @@ class Slot(Protocol):
 class Sampler:
     """The policy as one rollout of an environment sees it, always on the same engine.
 
-    `drafts` outlives it. If the engine is lost, the rollout that runs again finds its earlier calls
-    there, with their answers or drafts. It reuses them for each call that has the same prompt: in a
-    conversation, until a tool gives a different reply.
+    `drafts` outlives the sampler. If the engine is lost, the rollout that runs again finds its
+    earlier calls there, with their answers or drafts. It reuses them for each call that has the
+    same prompt: in a conversation, until a tool gives a different reply.
     """
 
     def __init__(

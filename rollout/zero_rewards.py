@@ -6,9 +6,10 @@
                           the tokenizer's own: Nemotron ends with <|im_end|>, never with </s>
     think_tags            a turn does not open and close one thought, with the tokens made for that
 
-NeMo-RL has them in apply_reward_penalties (experience/rollouts.py, branch ultra-v3), and sets their
-rewards to 0 after low effort has shaped them, in evaluations as well. It also calls an answer empty
-if an episode ends after a tool's reply. The last turn is a call then, which is not empty here.
+NeMo-RL has these flaws in apply_reward_penalties (experience/rollouts.py, branch ultra-v3), and
+sets the rewards to 0 after the rule for low effort has shaped them, in evaluations as well. It also
+calls an answer empty if an episode ends after a tool's reply. In that case the last turn is a call,
+which is not empty here.
 """
 
 import functools
@@ -54,7 +55,7 @@ def is_empty(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def has_inner_end(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Returns whether a turn has an end token within, or ends with one that is not its own."""
+    """Returns whether a turn has an end token inside, or ends with one not the tokenizer's own."""
     every = ends(tokenizer)
     foreign = every - {tokenizer.eos_token_id}
     for turn in turns:

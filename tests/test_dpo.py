@@ -315,10 +315,10 @@ BAD = {
     "chosen[0].role is 'bot', expected one of: ": GOOD | {"chosen": [bot("a") | {"role": "bot"}]},
     "chosen[0].content is 5, expected text": GOOD | {"chosen": [bot(5)]},
     "prompt is missing or null, expected a question": {"chosen": "a", "rejected": "b"},
-    "rejected is 'a', expected another answer than chosen": GOOD | {"rejected": "a"},
-    "chosen has assistant, user, expected one message of the assistant after": GOOD
+    "rejected is 'a', expected an answer other than chosen": GOOD | {"rejected": "a"},
+    "chosen has assistant, user, expected one assistant message after": GOOD
     | {"chosen": [bot("a"), USER]},
-    "rejected has user, assistant, expected one message of the assistant after the common": {
+    "rejected has user, assistant, expected one assistant message after the common": {
         "chosen": [SYSTEM, bot("a")],
         "rejected": [SYSTEM, USER, bot("b")],
     },

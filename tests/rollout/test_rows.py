@@ -160,7 +160,7 @@ def test_a_file_of_bad_rows_is_refused(cfg, tmp_path):
     (GOOD[:-1] + b', "x": ' + b"9" * 5000 + b"}", "expected JSON: Exceeds the limit"),
     (GOOD[:-1] + b', "answer": "cba"}', "expected JSON: the key 'answer' appears twice"),
     (GOOD[:-1] + b', "x": {"y": 1, "y": 1}}', "expected JSON: the key 'y' appears twice"),
-    (GOOD[:-1] + b', "x": "\\ud800"}', r"expected UTF-8: half a pair, \ud800,"),
+    (GOOD[:-1] + b', "x": "\\ud800"}', r"expected UTF-8: half a surrogate pair, \ud800,"),
     (GOOD[:-1] + b', "x": "\x00"}', "expected JSON: Invalid control character"),
     (b"[" * 100_000, "expected JSON: maximum recursion depth"),
     (GOOD + GOOD, "expected JSON: Extra data"),
