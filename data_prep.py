@@ -1,4 +1,4 @@
-"""Prepares data for a run: released blends, own questions, pass rates, curricula. See docs/data.md.
+"""Prepares data: released blends, your own questions, pass rates, curricula. See docs/data.md.
 
     python data_prep.py blend                                  Nemotron 3 Super's blends
     python data_prep.py check data/rlvr1/train-split.jsonl     can it be trained on?
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     if isinstance(command, Profile):
         command = dataclasses.replace(command, overrides=tuple(argv[at + 1 :]))
     elif at < len(argv):
-        raise InputError("-- belongs to profile: its run gets the words after it")
+        raise InputError("only profile takes --: the words after it go to its run")
     try:
         return command.run()
     except OSError as error:  # a full disk, a read-only folder

@@ -5,18 +5,18 @@
                         - w_s  mean_t log pi(chosen_t) )   /   (pairs of the whole batch)
 
 Rafailov et al. 2023 (arXiv:2305.18290), with a supervised loss on the chosen answers. The report of
-Nemotron 3 Nano tries it against hallucinated tool calls; the defaults are its values.
+Nemotron 3 Nano tries it against hallucinated tool calls; the defaults are the report's values.
 
 The reference pi_ref is the policy before its first step. Trainers score every pair with it once,
-before they train, so no second model is held; the scores stay in the run folder:
+before training, so no second model is kept in memory; the scores stay in the run folder:
 
     pairs (JSONL, file order) ---> driver: token ids, rows ---> Trainer(s)   FSDP2 or Megatron
                                             ^                       |
                                             |   log pi_ref of both  |  once, before step 1
                                             +--- reference.jsonl <--+
 
-A pair is packed as one unit: both of its sequences lie in one row, so a row's loss needs no other.
-The driver and the order of this file are those of grpo_async.py, without engines (docs/dpo.md).
+A pair is packed as one unit: both of its sequences lie in one row, so a row's loss needs no other
+row. The driver and the layout of this file are grpo_async.py's, without engines (docs/dpo.md).
 
 Axes, as suffixes:  T tokens of a packed row    N pairs in that row
                     S its sequences, 2N: 2n is the chosen one of pair n, 2n + 1 the rejected one
@@ -68,7 +68,7 @@ class Loss:
     """The two losses of a pair, and their weights."""
 
     beta: PositiveFloat = 0.05
-    """Strength of the pull to the reference: the weight of the KL that DPO stands for."""
+    """Strength of the pull towards the reference: the weight of the KL penalty that DPO implies."""
     preference_weight: NonNegativeFloat = 1.0
     """Weight of the preference loss, which tells the two answers apart."""
     sft_weight: NonNegativeFloat = 0.2
@@ -111,7 +111,7 @@ class Batch:
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64, from 0 in each sequence, which keeps them apart in attention
-    seq_T: Tensor  # int64, which sequence of the row: even ones were chosen, odd ones rejected
+    seq_T: Tensor  # int64, the sequence's number in the row: even ones are chosen, odd rejected
     mask_T: Tensor  # bool, the answers' tokens; never the first of a sequence
     ref_logp_S: Tensor  # float64
     planned_pairs: int
@@ -122,19 +122,19 @@ class Batch:
 
 
 def sequence_sums(x_T: Tensor, batch: Batch) -> Tensor:
-    """Returns sums [S] over the answers' tokens, in float64: thousands of nats minus thousands."""
+    """Returns sums [S] over the answers' tokens, in float64: their small differences matter."""
     at_T = batch.mask_T.nonzero().squeeze(1)
     sums_S = batch.ref_logp_S.new_zeros(len(batch.ref_logp_S))
     return sums_S.index_add(0, batch.seq_T[at_T], x_T[at_T].double())
 
 
 def preference_losses(gap_N: Tensor, rule: Loss) -> Tensor:
-    """Returns the loss [N] of pairs whose chosen answer has a reward higher by `gap_N` [N]."""
+    """Returns the loss [N] of pairs whose chosen answer's reward is higher by `gap_N` [N]."""
     return -logsigmoid(rule.beta * gap_N)
 
 
 class RowLoss(NamedTuple):
-    """The loss of a packed row, with gradient, and the sums from which its metrics are made."""
+    """The loss of a packed row, with gradient, and the sums from which its metrics are computed."""
 
     loss: Tensor
     stats: dict[str, Tensor]
@@ -143,7 +143,7 @@ class RowLoss(NamedTuple):
 def dpo_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     """Returns the loss of one packed row, given the policy's logprobs `logp_T` [T], with gradient.
 
-    It is a sum over pairs, divided by the update's count, so packing and ranks change nothing.
+    It is a sum over pairs, divided by the update's pair count, so packing and ranks change nothing.
     Rewards are log-ratios, not multiplied by beta, as in NeMo-RL algorithms/loss_functions.py.
     """
     rule = cfg.loss
@@ -166,7 +166,7 @@ def dpo_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     }
     stats = {name: x_N.detach().sum() for name, x_N in measured.items()}
     stats |= {"train_tokens": batch.mask_T.any() * len(batch.mask_T)}
-    stats |= {"train_keys": batch.positions_T.sum()}  # that tokens attend to, besides themselves
+    stats |= {"train_keys": batch.positions_T.sum()}  # keys that tokens attend to, less their own
     return RowLoss(loss_N.sum() / batch.planned_pairs, stats)
 
 
@@ -181,13 +181,13 @@ def mean_metrics(total: dict[str, float]) -> dict[str, float]:
 
 
 def plan_pairs(pairs: Sequence[Pair], cfg: Config) -> list[list[list[int]]]:
-    """Plans the rows of each replica, a whole copy of the policy: places of pairs in the batch.
+    """Plans the rows of each replica of the policy, as indices of pairs in the batch.
 
     Every replica gets the same number of rows, some of which may be empty.
     """
-    from policy.model_shape import even_length  # and transformers, which takes seconds
+    from policy.model_shape import even_length  # also imports transformers, which takes seconds
 
-    # A pair attends to half as many keys as one sequence as long as both of its sequences.
+    # A pair's two sequences attend to half as many keys as one sequence of their total length.
     even = 2 * even_length(cfg.model, bool(cfg.policy.lora_rank))
     lengths = [pair.tokens for pair in pairs]
     return plan_rows(lengths, cfg.policy.row_tokens, cfg.policy.replicas, even)
@@ -222,10 +222,10 @@ def pack(scored: Sequence[Scored], planned_pairs: int) -> Batch:
 
 
 class Trainer(Rank[Config]):
-    """One rank of the policy being trained. A plain class; an actor where it is used."""
+    """One rank of the policy being trained. A plain class; Ray makes it an actor."""
 
     def start(self, rank: int, address: tuple[str, int]) -> list:
-        """Joins the other ranks and loads the policy; returns names and shapes of its weights."""
+        """Joins the other ranks and loads the policy; returns each weight's name and shape."""
         cfg = self.cfg
         torch.manual_seed(cfg.seed)
         self.join_ranks(rank, address)
@@ -233,7 +233,7 @@ class Trainer(Rank[Config]):
         return self.policy.weight_metas()
 
     def score(self, rows: list[list[Scored]], planned_pairs: int) -> dict[int, list[float]]:
-        """Returns the summed logprobs [chosen, rejected] of each pair by its place.
+        """Returns the summed logprobs [chosen, rejected] of each pair, by the pair's place.
 
         Ranks whose policy does not report return {}.
         """
@@ -247,9 +247,9 @@ class Trainer(Rank[Config]):
         return found if self.policy.reports else {}
 
     def train_step(self, rows: list[list[Scored]], planned_pairs: int) -> dict[str, float]:
-        """Gradients over this rank's packed rows, then one optimizer step.
+        """Adds up gradients over this rank's packed rows, then takes one optimizer step.
 
-        Raises FloatingPointError on every rank if a loss is not finite; no weight changes then.
+        Raises FloatingPointError on every rank if a loss is not finite; then no weight changes.
         """
         began = time.perf_counter()
         batches = [pack(row, planned_pairs) for row in rows]
@@ -276,7 +276,7 @@ class Trainer(Rank[Config]):
 class Run:
     """One training run: scores all pairs with the reference, then trains step by step."""
 
-    # A checkpoint of a run that differs in these is refused; its first model is the reference.
+    # A checkpoint from a run that differs in these is refused; `model` is the reference.
     STREAM = ("pairs_per_step", "data.train", "data.chat_template_kwargs")
     MUST_MATCH = (*STREAM, "model")
 
@@ -310,7 +310,7 @@ class Run:
         """Starts what training needs, then trains; any task that fails ends the run."""
         self.cluster.on_signal(self.leave)
         await loops.start()
-        async with asyncio.TaskGroup() as self.tasks:  # also those that write checkpoints
+        async with asyncio.TaskGroup() as self.tasks:  # the writers of checkpoints run among them
             watched = [self.cluster.watch(trainer) for trainer in self.cluster.trainers]
             tasks = [self.tasks.create_task(watch) for watch in watched]
             await loops.train()
@@ -337,13 +337,13 @@ class Run:
             scores.add(places.start, [found[place] for place in places])
 
     def parts(self, rows: Rows, most: int = sys.maxsize) -> Iterator[range]:
-        """Yields the places of the first rows, as many at once as a batch has."""
+        """Yields the places of the first rows, one batch at a time."""
         count = min(most, len(rows))
         for first in range(0, count, self.cfg.pairs_per_step):
             yield range(first, min(first + self.cfg.pairs_per_step, count))
 
     async def on_trainers(self, method: Callable, rows: Rows, places: Sequence[int]) -> list:
-        """Calls a method of all ranks, each with its part of these pairs; returns their results."""
+        """Calls a method on all ranks, each with its part of these pairs; returns their results."""
         pairs = await asyncio.to_thread(render_all, rows, places, self.cfg)
         values = self.scores[rows.path].values
         scored = [Scored(i, pair, values.get(i)) for i, pair in zip(places, pairs, strict=True)]
@@ -357,9 +357,9 @@ class Run:
         return await within(self.cfg.timeouts.train, what, asyncio.gather(*calls))
 
     async def train_forever(self) -> None:
-        """Trains the batches in file order, again from the top when the rows end."""
+        """Trains on the batches in file order, and again from the top when the rows run out."""
         saved = self.version
-        if saved and not self.checkpoints.exist():  # it came from another folder's checkpoint
+        if saved and not self.checkpoints.exist():  # resumed from another folder's checkpoint
             await self.save()
             await self.checkpoints.written()
         if self.is_due(self.cfg.val_period):
@@ -386,11 +386,11 @@ class Run:
             self.log.note(f"left at step {self.version} ({self.leaving}); --resume auto continues")
 
     def is_due(self, period: int) -> bool:
-        """Returns whether something is due at this version: every `period`, and at the end."""
+        """Returns whether something is due now: every `period` versions, and at the end."""
         return self.version == self.cfg.steps or bool(period and self.version % period == 0)
 
     async def evaluate(self) -> None:
-        """Measures losses and accuracy on the validation pairs, once a version."""
+        """Measures losses and accuracy on the validation pairs, once per version."""
         if self.leaving or not self.val_rows or self.evaluated == self.version:
             return
         total: dict[str, float] = {}
@@ -417,7 +417,7 @@ class Run:
 
 
 def main() -> None:
-    """Checks everything that can be checked without a process, then runs."""
+    """Checks everything that can be checked without starting a process, then runs."""
     cfg = reader.load(Config, sys.argv[1:], default="configs/tiny_dpo.py")
     if cfg.command.dry_run:
         from dry_run import explain

@@ -5,15 +5,15 @@
     loss = -sum_t  w_t  A_t  log pi_train(t)  /  (tokens kept in the whole batch)
 
 A token has its sample's advantage, A_t = A_i, or a penalty. pi_engine is the policy that sampled
-it, in vLLM and up to max_lag versions older: w_t corrects that lag and the engine's rounding. Only
-sequences whose mean exp|log pi_train - log pi_engine| is at most 2 are summed. One update per
-batch is made, so the PPO ratio is 1 and never clips.
+it, in vLLM and up to max_lag versions older: w_t corrects for that lag and for the engine's
+rounding. Only sequences whose mean exp|log pi_train - log pi_engine| is at most 2 are summed. Each
+batch gives one update, so the PPO ratio is 1 and is never clipped.
 
 Every RL stage of Nemotron 3 Super, NVIDIA's 120B model with a public recipe, uses this objective.
 The GRPO paper's and some twenty others need only a setting or a few lines: docs/variants.md.
 
 Two loops run at once and meet in a buffer. A group of rollouts belongs to a slot. Slot i is trained
-at step i // P and nowhere else, and may start as soon as the policy has version i // P - max_lag
+at step i // P and at no other, and may start as soon as the policy has version i // P - max_lag
 (max_lag is 1 by default). Slots take prompts in file order and wrap around at the end of the file:
 
            prompts (JSONL, file order)
@@ -26,7 +26,7 @@ at step i // P and nowhere else, and may start as soon as the policy has version
 
 The driver is one asyncio program that moves references and lengths, never tokens.
 
-Axes, as suffixes:  P prompts of a step    G samples of a prompt    T tokens of a packed row
+Axes, as suffixes:  P prompts per step    G samples per prompt    T tokens of a packed row
                     N sequences in that row    J the samples that a reward is compared with
 
 Policy version v = batches trained so far. Every sampled token carries the version that produced it.
@@ -102,20 +102,20 @@ Flaws = tuple[Literal["reasoning_is_answer", "empty_answer", "inner_eos", "think
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Advantage:
-    """From the rewards of a group to the advantages of its tokens."""
+    """The rule that turns the rewards of a group into the advantages of its tokens."""
 
     baseline: Literal["leave_one_out", "mean"] = "leave_one_out"
-    """Compare a reward with the others of its group, or with all."""
+    """Compare a reward with the others in its group, or with all rewards."""
     normalize: bool = True
     """Divide by the standard deviation of those rewards."""
     clip: tuple[Unbounded, Unbounded] = (-50.0, 50.0)
-    """Advantages are clamped to this interval; (-inf, inf) turns this off (Nemotron 3 Nano)."""
+    """Advantages are clamped to this interval; (-inf, inf) turns clamping off (Nemotron 3 Nano)."""
     overlong_filtering: bool = False
     """Truncated answers still count in the baseline, but are not trained on."""
     penalties: Penalties = dataclasses.field(default_factory=dict)
-    """Replaces the advantage of every token of a message with such a flaw (Super: -5 each)."""
+    """Flaw -> the advantage of every token in a message with that flaw (Super: -5 each)."""
     low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
-    """What answers to prompts that ask for low effort earn, by their length."""
+    """Reward by length for answers to prompts that ask for low effort."""
     zero_rewards: Flaws = ()
     """Flaws that set the reward of an episode to 0 (Ultra: all four, rollout/zero_rewards.py)."""
 
@@ -132,7 +132,7 @@ class Correction:
     level: Literal["token", "sequence"] = "token"
     """Judge each token's ratio, or the geometric mean of its sequence's ratios."""
     action: Literal["truncate", "mask"] = "truncate"
-    """Clamp the ratio into [low, high], or drop tokens outside; the divisor still counts them."""
+    """Clamp the ratio to [low, high], or drop tokens outside it; the divisor still counts them."""
     low: NonNegativeFloat = 0.0
     """Lower bound of pi_train / pi_engine."""
     high: Annotated[Unbounded, Field(gt=0)] = 5.0
@@ -146,7 +146,7 @@ class Loss:
     """The policy gradient of a batch."""
 
     updates_per_batch: PositiveInt = 1
-    """Optimizer steps per batch, each on a different part of it. With one, the PPO ratio is 1."""
+    """Optimizer steps per batch, each on a different part of it. If 1, the PPO ratio is 1."""
     ratio_clip: tuple[Annotated[float, Field(ge=0, le=1)], NonNegativeFloat] = (0.2, 0.28)
     """PPO ratio is clipped to [1 - first, 1 + second] (clip-higher, DAPO)."""
     kl_coef: NonNegativeFloat = 0.0
@@ -173,7 +173,7 @@ class GroupSettings(RunSettings):
 
     @property
     def skip_zero_advantage(self) -> bool:
-        """Whether samples without advantage cost no compute."""
+        """Whether samples with zero advantage cost no compute."""
         return False
 
 
@@ -207,7 +207,7 @@ class Config(GroupSettings):
 
     @property
     def skip_zero_advantage(self) -> bool:
-        """Whether samples without advantage cost no compute."""
+        """Whether samples with zero advantage cost no compute."""
         return self.loss.skip_zero_advantage
 
     @property
@@ -232,7 +232,7 @@ class Config(GroupSettings):
             (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
             (P % U == 0, f"prompts_per_step = {P} is no multiple of loss.updates_per_batch = {U}"),
             (P % n == 0, f"prompts_per_step = {P} is no multiple of train_parts = {n}"),
-            (n == 1 or U == 1, f"train_parts = {n} and loss.updates_per_batch = {U}: expected a 1"),
+            (n == 1 or U == 1, f"train_parts = {n}, loss.updates_per_batch = {U}: one must be 1"),
             # A mode such as --eval_only or --export compares no answers.
             (self.command.modes or self.group_size > 1, "group_size = 1: expected 2 or more"),
             (not (kl and skips), f"loss.kl_coef = {kl} needs loss.skip_zero_advantage = False"),
@@ -259,7 +259,7 @@ class Batch:
     planned_sequences: int  # likewise
     old_logp_T: Tensor | None = None  # before the batch's first update, if it has several
     ref_logp_T: Tensor | None = None  # of the frozen reference, if there is a KL term
-    # The engine's experts of each sequence [its tokens, expert layers, experts of a token].
+    # The experts that the engine chose for each sequence [its tokens, expert layers, experts].
     routes_N: list[np.ndarray] | None = None
     # With top_p: how many ids each token was chosen from [T], and these ids, end to end.
     allowed: tuple[Tensor, Tensor] | None = None
@@ -267,23 +267,23 @@ class Batch:
 
 # === The algorithm: pure functions of tensors =====================================================
 
-# A smaller std, relative to the largest reward, is taken for rounding: it would train on noise.
+# A std below this share of the largest reward is only rounding: dividing by it would amplify noise.
 SPREAD_FLOOR = 1e-4
 
 
 def group_advantages(rewards_G: Tensor, rule: Advantage) -> Tensor:
     """Returns the advantages [G] of one prompt's samples; all are 0 if the rewards are equal.
 
-    A reward is compared with the G - 1 others ("leave_one_out") or with all G ("mean"): minus their
-    mean, divided by their unbiased std + 1e-6. A std of 0, or one that is only rounding, does not
-    divide: a single success among 15 failures has r - mean = 1, because the others agree. Each of
-    two successes has (1 - 1/15) / 0.26 = 3.6. A sample whose advantage is exactly 0, and which has
-    no penalty, costs no compute (`plan_step`). Source: NeMo-RL algorithms/utils.py:79.
+    A reward is compared with the G - 1 others ("leave_one_out") or with all G ("mean"): their mean
+    is subtracted, and the difference is divided by their unbiased std + 1e-6, unless that std is 0
+    or only rounding. A single success among 15 failures has r - mean = 1, because the others agree.
+    Each of two successes has (1 - 1/15) / 0.26 = 3.6. A sample whose advantage is exactly 0, and
+    which has no penalty, costs no compute (`plan_step`). Source: NeMo-RL algorithms/utils.py:79.
     """
     G = len(rewards_G)
     if G < 2:
         return torch.zeros_like(rewards_G)
-    # The sums of float64 are exact here: equal rewards have advantages of exactly 0.
+    # Sums in float64 are exact here: equal rewards have advantages of exactly 0.
     r_G = rewards_G.double()
     compared_GJ = r_G.expand(G, G)
     if rule.baseline == "leave_one_out":
@@ -310,8 +310,8 @@ def importance_weights(
 
     pi_old is the policy before the batch's first update: with one update, pi_train. The bounds
     judge either the token's own ratio or the geometric mean over its sequence. Truncation returns
-    the judged ratio, clamped into the bounds. Masking returns the token's own ratio, or 0 if the
-    judged one is outside.
+    the judged ratio, clamped to the bounds. Masking returns the token's own ratio, or 0 if the
+    judged ratio is outside the bounds.
     Sources: TIS, Yao et al. 2025; IcePop, Ling team 2025.
     """
     weight_T = gap_T.clamp(-20, 20).exp()  # must not overflow before the rule sees it
@@ -335,9 +335,9 @@ def sequence_mean(x_T: Tensor, mask_T: Tensor, seq_T: Tensor) -> Tensor:
 def divisor(tokens: float, sequences: float, cfg: Config) -> float:
     """Returns the number that divides an update's summed loss.
 
-    `tokens` and `sequences` are the counts that the update trains: first the planned ones, and
-    again the ones that the filter kept (`policy_loss`). A fork with another normalisation changes
-    this function: Dr. GRPO returns a constant.
+    `tokens` and `sequences` count what the update trains: first as planned, then again as the
+    filter keeps it (`policy_loss`). A fork with another normalisation changes this function: Dr.
+    GRPO returns a constant.
     """
     count = tokens if cfg.loss.reduction == "token" else sequences
     return max(count, 1)
@@ -364,7 +364,7 @@ def trusted_sequences(gap_T: Tensor, mask_T: Tensor, seq_T: Tensor, limit: float
 def k3(log_ratio_T: Tensor) -> Tensor:
     """Returns Schulman's k3 estimate of KL(p || q) per token [T]: log_ratio = log q - log p, x ~ p.
 
-    Uses expm1: in float32 exp(x) - 1 - x is negative for every third x near 1e-4.
+    Uses expm1: in float32, exp(x) - 1 - x is negative for every third x near 1e-4.
     Source: Schulman, "Approximating KL divergence", 2020.
     """
     log_ratio_T = log_ratio_T.clamp(-20, 20)
@@ -373,9 +373,10 @@ def k3(log_ratio_T: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_mismatch(logp_T: Tensor, old_logp_T: Tensor, engine_logp_T: Tensor) -> dict[str, Tensor]:
-    """Measures per token [T] how far the trainer is from the engine that sampled.
+    """Measures, per token [T], how far the trainer is from the engine that sampled.
 
-    Their means are metrics. Names and definitions: NeMo-RL algorithms/loss_functions.py.
+    The means of these tensors are metrics. Their names and definitions are those of NeMo-RL
+    algorithms/loss_functions.py.
     """
     gap_T = old_logp_T - engine_logp_T
     mixture_T = torch.logaddexp(old_logp_T, engine_logp_T) - math.log(2)
@@ -391,7 +392,7 @@ def token_mismatch(logp_T: Tensor, old_logp_T: Tensor, engine_logp_T: Tensor) ->
 
 
 class RowLoss(NamedTuple):
-    """The loss of a packed row, with gradient, and the sums that its metrics are made of."""
+    """The loss of a packed row, with gradient, and the sums from which its metrics are computed."""
 
     loss: Tensor
     stats: dict[str, Tensor]
@@ -400,16 +401,16 @@ class RowLoss(NamedTuple):
 def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     """Returns the clipped policy gradient of one packed row.
 
-    `logp_T` [T] has the trainer's logprob of each token, with gradient. The count that the filter
-    keeps is known only after the last row. So each row is divided by the planned count of the
-    update over all ranks, over which gradients are summed, and these are rescaled once, before the
+    `logp_T` [T] has the trainer's logprob of each token, with gradient. How much the filter keeps
+    is known only after the last row. So each row is divided by the count planned for the update,
+    over all ranks. Gradients are summed over those ranks, and are rescaled once, before the
     optimizer step:
 
         1,000 tokens are planned                                  each row is divided by 1,000
         the filter drops a sequence of 200                        800 are kept
         the gradients are multiplied by 1,000 / 800 = 1.25        as if divided by 800 at once
 
-    A step that is trained in parts divides all of them by the planned count of its first part:
+    If a step is trained in parts, each part is divided by the count planned for the first part:
 
         in the same step the first of two parts has 300           each row is divided by 300
         the gradients are multiplied by 300 / 800                 as if divided by 800 at once
@@ -417,7 +418,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     So the filter costs no second forward pass, and packing changes nothing.
     """
     rule = cfg.loss
-    # With one update per batch the old policy is this one: the ratio is 1, and its gradient counts.
+    # With one update per batch, the old policy is this one: the ratio is 1, but has a gradient.
     old_logp_T = logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
     mask_T = batch.mask_T & batch.engine_logp_T.isfinite()
     gap_T = torch.where(mask_T, old_logp_T - batch.engine_logp_T, 0.0)
@@ -433,7 +434,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 
     kl_T = torch.zeros_like(logp_T)
     if batch.ref_logp_T is not None:
-        # As in super-v3, its weight has no gradient, and `correction` does not bound it.
+        # As in super-v3, the KL's weight has no gradient, and `correction` does not bound it.
         drift_T = torch.where(mask_T, logp_T.detach() - batch.engine_logp_T, 0.0)
         kl_T = drift_T.clamp(-20, 20).exp() * k3(batch.ref_logp_T - logp_T)
         loss_T = loss_T + rule.kl_coef * kl_T
@@ -461,9 +462,9 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
 def plan_step(groups: list[Group], cfg: GroupSettings, more: bool = False) -> list[Share]:
     """Plans which replica trains which samples of a batch, or of a part of one.
 
-    Reads lengths and counts alone: the driver has no tokens. With `more`, further parts of the same
-    step follow. A place (g, j) is sample j of group g. Here g counts in `groups`. A replica gets
-    only some of them: `share.groups`, numbers in `groups`. In its rows, g counts in `share.groups`.
+    Reads only lengths and counts, because the driver has no tokens. If `more`, further parts of the
+    same step follow. A place (g, j) is sample j of group g. Here g counts in `groups`. A replica
+    gets only some of them: `share.groups`, as indices in `groups`. In its rows, g counts in these.
     """
     size = len(groups) // cfg.updates_per_batch
     updates: list[tuple[Update, dict[Place, int]]] = []
@@ -477,7 +478,7 @@ def plan_step(groups: list[Group], cfg: GroupSettings, more: bool = False) -> li
                     continue
                 tokens += info.trained_tokens
                 sequences += 1
-                # A sample without gradient is counted, and only computed if it is not skipped.
+                # A sample without a gradient is counted, but is computed only if it is not skipped.
                 if info.has_gradient or not cfg.skip_zero_advantage:
                     lengths[g, j] = info.tokens
         planned = Update(planned_tokens=tokens, planned_sequences=sequences, rows=[], more=more)
@@ -510,7 +511,7 @@ def pack(samples: list[Sample], update: Update, cfg: GroupSettings) -> Batch:
 
 
 def token_advantages(sample: Sample, rule: Advantage) -> np.ndarray:
-    """Returns the sample's advantage at each token [T], or the penalty of a flawed message."""
+    """Returns each token's advantage [T]: the sample's, or the penalty if its message is flawed."""
     advantage_T = np.full(len(sample.tokens_T), sample.advantage)
     for name, penalty in rule.penalties.items():
         advantage_T[sample.flawed(name)] = penalty
@@ -534,10 +535,10 @@ class RolloutBuffer:
         self.version = 0  # of the policy that the engines hold
         self.next_step = 0  # the trainer waits for groups of this step
         self.running: dict[int, float] = {}  # slot -> time of dispatch
-        self.ready: dict[int, Group] = {}  # in the order in which they came
+        self.ready: dict[int, Group] = {}  # in order of arrival
         self.waiting: Counter[int] = Counter()  # step -> the number of its groups that are ready
         self.taken: list[Group] = []  # groups of next_step that were taken before its last part
-        self.dropped: Counter[str] = Counter()  # reason -> prompts that gave way to the next
+        self.dropped: Counter[str] = Counter()  # reason -> prompts that the next one replaced
         self.changed = asyncio.Event()
 
     def may_start(self, slot: int) -> bool:
@@ -572,20 +573,20 @@ class RolloutBuffer:
         self.dropped.update(dropped)
 
     def has_part(self, step: int) -> bool:
-        """Returns whether the next part of a step is ready; usually it is the whole step."""
+        """Returns whether the next part of a step is ready; usually a part is the whole step."""
         return self.waiting[step] >= self.part_size
 
     def has_taken_all(self, step: int) -> bool:
-        """Returns whether all groups of a step were taken."""
+        """Returns whether all groups of a step have been taken."""
         return self.next_step > step
 
     def take(self, step: int) -> list[Group]:
-        """Removes and returns the next part of a step: the groups that came first, in slot order.
+        """Removes and returns the next part of a step: the first groups to arrive, in slot order.
 
         Raises RuntimeError if it is not this step's turn, or if a group is older than max_lag.
         """
         if step != self.next_step:
-            raise RuntimeError(f"step {step} was taken when {self.next_step} is next")
+            raise RuntimeError(f"step {step} was taken, but step {self.next_step} is next")
         ours = [slot for slot in self.ready if slot // self.prompts_per_step == step]
         came_first = ours[: self.part_size]
         groups = [self.ready.pop(slot) for slot in sorted(came_first)]
@@ -596,7 +597,9 @@ class RolloutBuffer:
             self.taken = []
         for group in groups:  # `version` is the policy's when the group was dispatched
             if step - group.version > self.max_lag:
-                raise RuntimeError(f"slot {group.slot} is of version {group.version} at {step}")
+                raise RuntimeError(
+                    f"slot {group.slot} has version {group.version}, too old for step {step}"
+                )
         return groups
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -605,7 +608,7 @@ class RolloutBuffer:
             await self.changed.wait()
 
     def census(self) -> str:
-        """Returns one line for error messages: how many groups are where, and for how long."""
+        """Describes, for error messages, how many groups are ready or running, and for how long."""
         oldest = max((time.monotonic() - t for t in self.running.values()), default=0.0)
         now = f"{len(self.ready)} groups ready, {len(self.running)} running (oldest {oldest:.0f} s)"
         now += f", {len(self.taken)} of step {self.next_step + 1} taken" if self.taken else ""
@@ -626,11 +629,11 @@ class Generator:
     def __init__(self, cfg: RunSettings):
         self.cfg = cfg
         self.version = -1  # no policy has been synced yet
-        self.written = Drafts()  # answers so far; rollout workers copy them, for another engine
+        self.written = Drafts()  # answers so far; workers copy them, so others can continue them
 
     async def start(self) -> None:
         """Builds the engine; its weights come with its first update."""
-        # With `receive_weights` and a `meter`: runtime/engines/engine.py.
+        # It has `receive_weights` and a `meter`: runtime/engines/engine.py.
         self.engine: AsyncLLM = open_engine(self.cfg)
 
     async def generate(self, request: Request) -> list[Turn]:
@@ -642,9 +645,9 @@ class Generator:
     async def answer(self, request: Request, j: int, turns: list[Turn]) -> None:
         """Completes answer j of a request, `turns[j]`, which is empty or a draft at first.
 
-        Logprobs are of the policy that sampled, at the run's temperature. vLLM labels each token
-        with the policy version of its engine step. A running request keeps its KV cache over an
-        update; one that is submitted after it never hits an older prefix (`cache_salt`).
+        Logprobs are those of the policy that sampled, at the run's temperature. vLLM labels each
+        token with the policy version of its engine step. A running request keeps its KV cache
+        during an update; a request submitted later never hits an older prefix (`cache_salt`).
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -672,24 +675,24 @@ class Generator:
         turns[j] = draft.extended(new)
 
     def drafts(self, name: str, known: list[int | None]) -> list[Turn | None]:
-        """Returns the new tokens of each answer, after its first `known`.
+        """Returns the new tokens of each answer, after its first `known` ones.
 
-        None in `known`, and in the result, is an answer that the caller has whole.
+        None in `known` and in the result stands for an answer that the caller has in full.
         """
         return self.written.since(name, known, self.engine.output_processor.request_states)
 
     async def join_sync_group(
         self, wire: bytes, host: str, port: int, rank: int, world: int
     ) -> list[int]:
-        """Connects the engine's workers to trainer rank 0; returns the bytes of KV of each."""
+        """Connects the engine's workers to trainer rank 0; returns each worker's bytes for KV."""
         meeting = (wire, host, port, rank, world)
         return await self.engine.collective_rpc("join_sync_group", args=meeting)
 
     async def update_weights(self, version: int, verify: bool) -> Received:
         """Receives `version` in flight, between two engine steps.
 
-        If this raises, the engine is discarded and replaced, except on CutOff: then the engine
-        stays paused, and the next update sends all weights again.
+        If this raises CutOff, the engine stays paused, and the next update sends all weights
+        again. After any other error, the engine is discarded and replaced.
         """
         began = time.perf_counter()
         await self.engine.pause_generation(mode="keep", clear_cache=False)
@@ -710,7 +713,7 @@ class Generator:
         return Received(phases, checksums, meters)
 
     async def check_health(self) -> None:
-        """Raises if the engine is dead; its workers reply between two of its steps."""
+        """Raises if the engine is dead; its workers reply between two engine steps."""
         await self.engine.collective_rpc("check_health")
 
 
@@ -727,7 +730,7 @@ class RolloutWorker(Generic[C]):
     async def rollout_group(self, engine: "ActorHandle", row: dict, slot: Slot, n: int) -> Rollouts:
         """Returns n scored answers to one row.
 
-        If this raises, the next call for the slot continues from the drafts of this one.
+        If this raises, the next call for the slot continues from this call's drafts.
         """
         with self.samplers.of_group(engine, row, slot, n) as group:
             episodes = await registry.rollouts(row, group.samplers)
@@ -740,7 +743,7 @@ class RolloutWorker(Generic[C]):
     def finish(self, row: dict, slot: Slot, episodes: list[Episode]) -> Rollouts:
         """Turns rewards into advantages, and episodes into samples and lines of rollouts.jsonl.
 
-        Serves validation as well: then `slot.evaluation` is a version, and one episode is enough.
+        Also used for validation: then `slot.evaluation` is a version, and one episode is enough.
         Raises ValueError if a reward is not finite.
         """
         rule = self.cfg.advantage
@@ -773,7 +776,7 @@ class RolloutWorker(Generic[C]):
 
 
 class PackedRow(NamedTuple):
-    """Samples and their tensors; without samples the row only fills up a rank's share."""
+    """Samples and their tensors; without samples, the row only fills up a rank's share."""
 
     samples: list[Sample]
     batch: Batch
@@ -790,9 +793,9 @@ RowLossFn = Callable[[Tensor, Any], RowLoss]  # (logp_T, the batch of a packed r
 
 
 class GradientSum:
-    """Counts and row stats of the gradients that wait in the policy for the optimizer step.
+    """Counts and row stats for the gradients that wait in the policy for the optimizer step.
 
-    They belong to one update, or to its parts so far if a step is trained in parts.
+    They cover one update or, if a step is trained in parts, the parts so far.
     """
 
     def __init__(self) -> None:
@@ -802,7 +805,7 @@ class GradientSum:
     def add(
         self, policy: Policy, update: Update, rows: list[PackedRow], loss: RowLossFn
     ) -> list[ScoredRow]:
-        """Runs forward and backward over a rank's rows of an update, or of a part of one.
+        """Runs forward and backward over a rank's rows for an update, or for a part of one.
 
         Returns the rows that have samples, with the logprobs that the engine's are compared with.
         Only one rank of each replica returns them (`policy.reports`): its other ranks compute the
@@ -827,7 +830,7 @@ class GradientSum:
         return scored
 
     def first_part(self, update: Update) -> Update:
-        """Returns the first part of the step that `update` is a part of: usually itself."""
+        """Returns the first part of the step to which `update` belongs: usually `update` itself."""
         return self.updates[0] if self.updates else update
 
     @property
@@ -842,7 +845,7 @@ class GradientSum:
 
 
 class Trained(NamedTuple):
-    """A rank's results of a batch. Ray keeps the logprobs; the driver fetches the others."""
+    """A rank's results for a batch. Ray keeps the logprobs; the driver fetches the rest."""
 
     metrics: dict[str, float]  # means over updates and ranks; the seconds are this rank's
     mismatch: MismatchTable  # between trainer and engine, by environment, lag and place
@@ -852,7 +855,7 @@ class Trained(NamedTuple):
     def of(
         cls, measured: dict[str, float], rows: list[ScoredRow], step: int, limit: float
     ) -> "Trained":
-        """Joins the rows that a rank reports; `limit` is that of the sequence-error filter."""
+        """Joins the rows that a rank reports; `limit` is the sequence-error filter's."""
         samples = [sample for row in rows for sample in row.samples]
         logp_T = np.zeros(0, np.float32)
         if rows:
@@ -868,7 +871,7 @@ class Trainer(SendingRank[Config]):
         self.gradients = GradientSum()
 
     def start(self, rank: int, address: tuple[str, int]) -> list[WeightMeta]:
-        """Joins the other ranks and loads the policy; returns name and shape of each weight."""
+        """Joins the other ranks and loads the policy; returns each weight's name and shape."""
         torch.manual_seed(self.cfg.seed)
         self.join_ranks(rank, address)
         temperature = self.cfg.sampling.temperature
@@ -881,7 +884,7 @@ class Trainer(SendingRank[Config]):
     def train_step(self, step: int, updates: list[Update], *groups: list[Sample]) -> Trained:
         """Trains on this rank's share of a batch, or of a part of one.
 
-        The groups are arguments of their own because Ray does not resolve references in a list.
+        Each group is a separate argument because Ray does not resolve references in a list.
         """
         began = time.perf_counter()
         packed = [self.pack_rows(update, groups) for update in updates]
@@ -910,9 +913,9 @@ class Trainer(SendingRank[Config]):
         return rows
 
     def add_old_and_reference(self, packed: list[list[PackedRow]]) -> None:
-        """Adds the logprobs that the loss compares with, computed before the policy moves."""
+        """Adds the logprobs that the loss compares with, computed before the policy changes."""
         batches = [row.batch for rows in packed for row in rows]
-        if len(packed) > 1:  # several updates: the policy moves after the first one
+        if len(packed) > 1:  # several updates: the policy changes after the first
             for batch, logp_T in zip(batches, self.policy.logprobs(batches), strict=True):
                 batch.old_logp_T = logp_T
         if self.reference:
@@ -925,7 +928,7 @@ class Trainer(SendingRank[Config]):
         return self.gradients.add(self.policy, update, rows, loss)
 
     def optimizer_step(self) -> dict[str, float]:
-        """Steps on the sum of gradients, scaled as if each row had been divided by what is kept.
+        """Takes a step on the summed gradients, scaled as if each row was divided by what is kept.
 
         Returns the metrics of the update.
         """
@@ -948,7 +951,7 @@ class Trainer(SendingRank[Config]):
 
 
 def probe_gaps(policy: Policy, answers: list[list[Turn]], cfg: GroupSettings) -> list[float]:
-    """Scores the turns of each engine: the mean |logp - engine_logp| of their tokens, nats."""
+    """Returns the mean |logp - engine_logp|, in nats, over the tokens of each engine's turns."""
     rows = []
     for turns in answers:
         samples = [Sample.of([turn]) for turn in turns]
@@ -966,9 +969,9 @@ def probe_gaps(policy: Policy, answers: list[list[Turn]], cfg: GroupSettings) ->
 class Engines:
     """The fleet of generators, kept at one policy version.
 
-    An engine that does not acknowledge an update is replaced. An engine that an update was cut off
-    from stays paused, because its layers come from two policies, and gets the update again. All of
-    them join a new process group.
+    An engine that does not acknowledge an update is replaced. An engine whose update was cut off
+    stays paused, because its layers come from two policies, and gets the update again. Then all
+    engines join a new process group.
     """
 
     def __init__(self, cfg: RunSettings, cluster: Cluster):
@@ -981,8 +984,9 @@ class Engines:
 
         Returns metrics; the seconds of each phase are those of the slowest engine. If one engine
         fails, the attempt ends with its error, and the next one goes to those that are left and to
-        new ones. Raises RuntimeError if no engine is left and none may be replaced, or if an engine
-        holds other weights than the trainer. An error in the very first update is raised as it is.
+        new ones. Raises RuntimeError if no engine is left and none may be replaced, or if an
+        engine's weights differ from the trainer's. An error in the very first update is raised as
+        it is.
         """
         fleet = self.fleet
         while True:
@@ -1005,7 +1009,7 @@ class Engines:
         """Sends the policy to all engines once, and probes them if this update is verified.
 
         Returns the metrics of the update, and how far each probed engine's logprobs are from the
-        trainer's, nats.
+        trainer's, in nats.
         """
         fleet = self.fleet
         await fleet.connect()
@@ -1017,7 +1021,7 @@ class Engines:
         return measured, gaps
 
     def verifies(self, version: int) -> bool:
-        """Returns whether the update is checked: an engine is new, or its turn has come."""
+        """Returns whether the update is verified, because an engine is new or a check is due."""
         every = self.cfg.engine.verify_sync_every
         return bool(self.fleet.fresh) or (every > 0 and version % every == 0)
 
@@ -1050,21 +1054,21 @@ class Engines:
 #     log, save, evaluate
 
 
-@checked_dataclass  # checked, so that the slots, which are texts in JSON, become int again
+@checked_dataclass  # checked, so that the slots, which are strings in JSON, become int again
 class Progress:
     """The driver's place in the stream of prompts. Checkpoints hold every field of it."""
 
-    next_slot: int = 0  # never started before
+    next_slot: int = 0  # the first that has not started
     next_prompt: int = 0  # never shuffled: file order is the curriculum
     in_flight: dict[int, int] = dataclasses.field(default_factory=dict)  # slot -> its prompt
 
 
 @dataclasses.dataclass
 class StepInParts:
-    """The sums of one training step on the driver.
+    """The driver's running totals for one training step.
 
     A step has cfg.train_parts parts, usually one: the whole batch. Each part is trained as soon as
-    its groups are there, while the rollouts of the next part still run. The gradients of the parts
+    its groups are ready, while the rollouts of the next part still run. The gradients of the parts
     add up in the trainers, and the last part ends with the optimizer step.
     """
 
@@ -1092,11 +1096,11 @@ class TrainCall(NamedTuple):
 class Run(Generic[C]):
     """One training run. `generate_forever` and `train_forever` meet in the buffer."""
 
-    # A checkpoint of a run that differs in these, or in its adapters, is refused.
+    # A checkpoint from a run that differs in these, or in its adapters, is refused.
     STREAM = ("prompts_per_step", "group_size", "data.train")
     MUST_MATCH: tuple[str, ...] = (*STREAM, "policy.replay_routing")
     ACTORS: tuple[type, type] = (Trainer, RolloutWorker)
-    MAX_DROPPED = 20  # prompts in a row; the next one ends the run with its error
+    MAX_DROPPED = 20  # prompts in a row; one more dropped prompt ends the run with its error
 
     def __init__(self, cfg: C, rows: Sequence[dict], val_rows: Sequence[dict]):
         self.cfg = cfg
@@ -1126,9 +1130,9 @@ class Run(Generic[C]):
     async def start(self) -> None:
         """Starts all actors and gives the engines the policy before any rollout.
 
-        With --eval_only the checkpoint may come from another dataset, and training is not resumed.
+        With --eval_only, the checkpoint may come from another dataset, and training is not resumed.
         """
-        # Engines that share a GPU start after its trainers, so that vLLM sees the free memory.
+        # Engines that share GPUs start after the trainers, so that vLLM sees how much is free.
         if not self.cluster.shares_gpus():
             self.engines.fleet.launch_missing()
         await self.cluster.start_trainers()
@@ -1194,7 +1198,7 @@ class Run(Generic[C]):
     async def fill(self, slot: int) -> None:
         """Rolls out a slot's prompt; if it keeps failing, the next prompt takes its place.
 
-        An error comes after all tries of the dispatcher.
+        An error arrives here only after the dispatcher's last try.
         """
         progress = self.progress
         while True:
@@ -1216,7 +1220,7 @@ class Run(Generic[C]):
         self.log.show_ready(len(self.buffer.ready))
 
     async def roll_out(self, row: dict, slot: Slot) -> Group:
-        """Returns a prompt's group as it is trained on."""
+        """Rolls out a prompt; returns its group, ready to be trained on."""
         return await self.dispatcher.roll_out(row, slot, self.cfg.group_size, self.buffer.version)
 
     async def train_forever(self) -> None:
@@ -1224,7 +1228,7 @@ class Run(Generic[C]):
         cfg = self.cfg
         buffer = self.buffer
         saved = buffer.version
-        if saved and not self.checkpoints.exist():  # it came from another folder's checkpoint
+        if saved and not self.checkpoints.exist():  # resumed from another folder's checkpoint
             await self.save()
             await self.checkpoints.written()
         if self.is_due(cfg.val_period):
@@ -1232,7 +1236,7 @@ class Run(Generic[C]):
         for step in range(buffer.version, cfg.steps):
             began = time.perf_counter()
             stats = await self.train_and_sync(step)
-            if stats is None:  # the run is to leave
+            if stats is None:  # the run was asked to leave
                 break
             stats["step_seconds"] = time.perf_counter() - began
             stats["dropped_prompts"] = buffer.dropped.total()
@@ -1253,7 +1257,7 @@ class Run(Generic[C]):
     async def train_and_sync(self, step: int) -> dict[str, float] | None:
         """Trains one step, part by part, and brings the engines to the new policy.
 
-        Returns the step's metrics, or None if the run is to leave before the last part.
+        Returns the step's metrics, or None if the run is asked to leave before the last part.
         """
         self.current_step = StepInParts()
         while groups := await self.take(step):
@@ -1266,21 +1270,21 @@ class Run(Generic[C]):
         return None
 
     async def sync_or_leave(self, version: int) -> dict[str, float]:
-        """Syncs the engines; returns {} if the run is to leave and no engine is alive."""
+        """Syncs the engines; returns {} if the run was asked to leave and no engine is alive."""
         fleet = self.engines.fleet
         return await repair.unless_left(fleet, self.engines.sync(version), lambda: self.leaving)
 
     def is_due(self, period: int) -> bool:
-        """Returns whether something is due at this version: every `period`, and at the end."""
+        """Returns whether something is due now: every `period` versions, and at the end."""
         version = self.buffer.version
         if version == self.cfg.steps:
             return True
         return period > 0 and version % period == 0
 
     async def take(self, step: int) -> list[Group]:
-        """Waits for the next part of a step; returns [] if the run is to leave.
+        """Waits for the next part of a step; returns [] if the run is asked to leave.
 
-        Parts are joined until they fill a row of each replica, so that no replica runs empty.
+        Parts are joined until they fill a row on each replica, so that no replica is idle.
         """
         began = time.perf_counter()
         limit = 2 * self.dispatcher.prompt_seconds  # a prompt may fail, and the next take its place
@@ -1325,7 +1329,7 @@ class Run(Generic[C]):
 
         async def finished() -> tuple[dict[str, float], list[MismatchTable]]:
             tables = await asyncio.gather(*(call.mismatch for call in calls))
-            return await calls[0].metrics, tables  # of all ranks; only the seconds are its own
+            return await calls[0].metrics, tables  # over all ranks; the seconds are rank 0's
 
         measured, tables = await self.dispatcher.wait(
             cfg.timeouts.train, "a training step", finished(), needs_judges=False
@@ -1346,9 +1350,9 @@ class Run(Generic[C]):
         return measured | current.seconds
 
     async def evaluate(self) -> None:
-        """Evaluates the present policy version on the validation rows, once.
+        """Evaluates the current policy version on the validation rows, once.
 
-        Gives up if the run is to leave. Raises RuntimeError if every row failed.
+        Gives up if the run is asked to leave. Raises RuntimeError if every row failed.
         """
         version = self.buffer.version
         if self.leaving or not self.val_rows or self.evaluated == version:
@@ -1368,20 +1372,20 @@ class Run(Generic[C]):
             else:
                 answered.append(result.infos)
         if not answered:
-            await self.checkpoints.written()  # or the end of the run would cancel it
-            raise RuntimeError(f"every validation row failed, the last by {results[-1]!r}")
+            await self.checkpoints.written()  # otherwise the end of the run would cancel the write
+            raise RuntimeError(f"every validation row failed, the last with {results[-1]!r}")
         self.log.evaluation(version, answered, len(slots) - len(answered))
         self.evaluated = version
 
     async def save(self) -> None:
-        """Copies this moment while the run waits, and writes the copy while the run continues."""
+        """Copies the state while the run waits, and writes the copy while the run continues."""
         await self.checkpoints.written()
         async with self.training:  # ranks that copy cannot answer a repair, which would time out
-            ready = [*self.buffer.taken, *self.buffer.ready.values()]  # at the moment of the state
+            ready = [*self.buffer.taken, *self.buffer.ready.values()]  # when the state is taken
             await self.checkpoints.save(self.state(), ready, self.tasks)
 
     def state(self) -> dict:
-        """Returns what a checkpoint holds besides policy and finished groups, as JSON values."""
+        """Returns what a checkpoint holds besides the policy and the groups, as JSON values."""
         return {
             "version": self.buffer.version,
             "dropped": dict(self.buffer.dropped),
@@ -1396,7 +1400,7 @@ class Run(Generic[C]):
 
 
 def main() -> None:
-    """Checks everything that can be checked without a process, then runs."""
+    """Checks everything that can be checked without starting a process, then runs."""
     from settings import reader
 
     cfg = reader.load(Config, sys.argv[1:], default="configs/tiny.py")

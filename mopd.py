@@ -4,11 +4,12 @@
     w_t  =  min(max(pi_train(t) / pi_engine(t), 0.2), 5)           nor through this
     loss = -sum_t  w_t  (a A_t + b A_i)  log pi_train(t)  /  (tokens kept in the whole batch)
 
-The student samples, and the teacher that is named for the row scores each of its tokens. With w = 1
+The student samples an answer, and the row's teacher scores each token of that answer. With w = 1,
 the expected gradient of the loss is the gradient of KL(student || teacher) at each state that the
 student visits. A sequence is kept if its mean exp|log pi_train - log pi_engine| is at most 2.
-A_i is the advantage of the reward in its group (equation 9 of the report of MiMo-V2-Flash,
-arXiv:2601.02780). Nemotron 3 Ultra publishes b = 0: one sample of each prompt, and no reward.
+A_i is the advantage of the sample's reward within its group (equation 9 of the MiMo-V2-Flash
+report, arXiv:2601.02780). The published value for Nemotron 3 Ultra is b = 0: one sample per prompt,
+and no reward.
 
 The loops, the buffer, the engines and the packing come from grpo_async.py. A finished rollout
 passes through its teacher's queue on the way to the buffer:
@@ -28,7 +29,7 @@ Axes, as suffixes:  T tokens of a packed row    N sequences in that row
     python mopd.py --config configs/ultra_mopd.py --steps 50        a file of overrides, then flags
     python mopd.py --help                                           every setting
 
-docs/mopd.md explains when to choose it, and how it differs from NeMo-RL.
+docs/mopd.md explains when to choose MOPD, and how this program differs from NeMo-RL.
 """
 
 import asyncio
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Loss:
-    """What an advantage is made of, a and b in the formula above."""
+    """The weights of an advantage's two terms, a and b in the formula above."""
 
     distill: NonNegativeFloat = 1.0
     """Weight of the teacher's advantage."""
@@ -94,7 +95,7 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Config(TeacherSettings, GroupSettings):
-    """Distil teachers into the language model that samples. P, G and weights: Nemotron 3 Ultra."""
+    """Distil teachers into the model that samples. P, G and weights are Nemotron 3 Ultra's."""
 
     prompts_per_step: PositiveInt = 1024
     """P, prompt groups in a batch."""
@@ -105,7 +106,7 @@ class Config(TeacherSettings, GroupSettings):
     correction: Correction = dataclasses.field(default_factory=lambda: Correction(low=0.2))
     """Importance weights of the tokens, pi_train / pi_engine, and the sequence-error filter."""
     loss: Loss = dataclasses.field(default_factory=Loss)
-    """Weights of the advantages of teacher and reward."""
+    """Weights of the teacher's advantage and of the reward's advantage."""
 
     @property
     def demand(self) -> Demand:
@@ -164,8 +165,8 @@ def pack(samples: list[Sample], update: Update, cfg: Config) -> Batch:
 def distillation_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     """Returns the loss of one packed row; `logp_T` [T] has the student's logprobs, with gradient.
 
-    It has REINFORCE's form: a batch gives one update, so there is no PPO ratio. It is divided by
-    the planned count of the update, or of its first part, as in grpo_async.policy_loss.
+    The loss has REINFORCE's form: a batch gives one update, so there is no PPO ratio. It is divided
+    by the count planned for the update, or for its first part, as in grpo_async.policy_loss.
     """
     rule = cfg.correction
     student_T = logp_T.detach()
@@ -199,7 +200,7 @@ class RolloutWorker(grpo_async.RolloutWorker[Config]):
     async def rollout_group(self, engine: "ActorHandle", row: dict, slot: Slot, n: int) -> Rollouts:
         """Returns n answers to one row; verifies them only if their rewards are needed."""
         module = registry.environment(row["agent_ref"]["name"])
-        has_turns = hasattr(module, "rollout")  # an environment of many turns verifies at its end
+        has_turns = hasattr(module, "rollout")  # a multi-turn environment verifies at its end
         if self.cfg.verify or has_turns or slot.evaluation is not None:
             return await super().rollout_group(engine, row, slot, n)
         with self.samplers.of_group(engine, row, slot, n) as group:
@@ -219,8 +220,8 @@ class Teacher(Rank):
     def start(self, rank: int, address: tuple[str, int]) -> None:
         """Joins the other ranks and loads the checkpoints of the teachers that they serve.
 
-        Some ranks serve several teachers; `cfg.model` is the checkpoint of the first one. Raises
-        RuntimeError if a checkpoint does not match the marker of its export.
+        A host is a set of ranks that serves one or more teachers; `cfg.model` is the first of their
+        checkpoints. Raises RuntimeError if a checkpoint does not match the marker of its export.
         """
         cfg = self.cfg
         self.join_ranks(rank, address)
@@ -239,9 +240,9 @@ class Teacher(Rank):
     ) -> tuple[float | list[list[SampleInfo]] | list[Sample], ...]:
         """Scores the samples that are packed in `rows` with one checkpoint; collective.
 
-        Returns seconds, the infos of each group, and then each group, as values of their own for
-        Ray; the samples have `teacher_logp_T` now. One rank of a replica returns them, and the
-        others return empty lists. Raises FloatingPointError if a logprob is not finite.
+        Returns the seconds, the infos of each group, and then each group as a separate value for
+        Ray; its samples now have `teacher_logp_T`. Only one rank of a replica returns infos and
+        groups; the others return empty lists. Raises FloatingPointError if a logprob is not finite.
         """
         began = time.perf_counter()
         teacher = self.networks[model]
@@ -270,14 +271,16 @@ class Teacher(Rank):
 
 
 def keep_score(sample: Sample, teacher_logp_T: np.ndarray, model: str) -> None:
-    """Gives a sample its teacher's logprobs [T], and its mean reverse KL, which the driver reads.
+    """Stores the teacher's logprobs [T] in a sample, and the mean reverse KL for the driver.
 
     The KL compares the teacher with the engine. Raises FloatingPointError naming `model` if a
-    logprob is not finite: it would train nothing.
+    logprob is not finite: the sample could not be trained on.
     """
     if not np.isfinite(teacher_logp_T).all():
         found = teacher_logp_T[~np.isfinite(teacher_logp_T)][0]
-        raise FloatingPointError(f"the teacher {model} gives a token of {sample.env} {found}")
+        raise FloatingPointError(
+            f"the teacher {model} gives a token of {sample.env} the logprob {found}"
+        )
     sample.teacher_logp_T = teacher_logp_T
     used_T = sample.mask_T & np.isfinite(sample.engine_logp_T)
     if used_T.any():
@@ -296,7 +299,7 @@ class Trainer(SendingRank[Config]):
         self.gradients = GradientSum()
 
     def start(self, rank: int, address: tuple[str, int]) -> list[WeightMeta]:
-        """Joins the other ranks and loads the student; returns name and shape of each weight."""
+        """Joins the other ranks and loads the student; returns each weight's name and shape."""
         torch.manual_seed(self.cfg.seed)
         self.join_ranks(rank, address)
         self.policy = self.open_policy(self.cfg.sampling.temperature)
@@ -305,7 +308,7 @@ class Trainer(SendingRank[Config]):
     def train_step(self, step: int, updates: list[Update], *groups: list[Sample]) -> Trained:
         """Trains on this rank's share of a batch, or of a part of one.
 
-        The groups are arguments of their own because Ray does not resolve references in a list.
+        Each group is a separate argument because Ray does not resolve references in a list.
         """
         began = time.perf_counter()
         (update,) = updates
@@ -328,7 +331,7 @@ class Trainer(SendingRank[Config]):
         return self.gradients.add(self.policy, update, rows, loss)
 
     def optimizer_step(self) -> dict[str, float]:
-        """Steps on the sum of gradients, scaled as if each row had been divided by what is kept.
+        """Takes a step on the summed gradients, scaled as if each row was divided by what is kept.
 
         Returns the metrics of the update.
         """
@@ -373,7 +376,7 @@ class Run(grpo_async.Run[Config]):
         return await self.teachers.score(group)
 
     async def train(self, step: int, groups: list[Group]) -> dict[str, float]:
-        """Trains a part of a step; with the last one, adds the student's gap to each teacher."""
+        """Trains a part of a step; with the last part, also measures the gap to each teacher."""
         measured = await super().train(step, groups)
         if not self.buffer.has_taken_all(step):
             return measured
@@ -381,7 +384,7 @@ class Run(grpo_async.Run[Config]):
         return measured | self.kl_by_teacher(infos) | self.teachers.meters()
 
     def kl_by_teacher(self, infos: list[SampleInfo]) -> dict[str, float]:
-        """Returns the mean reverse KL over the tokens that each teacher has scored, nats."""
+        """Returns the mean reverse KL, in nats, over the tokens that each teacher has scored."""
         kl: defaultdict[str, float] = defaultdict(float)
         tokens: defaultdict[str, int] = defaultdict(int)
         for info in infos:
@@ -393,7 +396,7 @@ class Run(grpo_async.Run[Config]):
 
 
 def main() -> None:
-    """Checks everything that can be checked without a process, then runs."""
+    """Checks everything that can be checked without starting a process, then runs."""
     from settings import reader
 
     cfg = reader.load(Config, sys.argv[1:], default="configs/tiny_mopd.py")

@@ -36,7 +36,7 @@ from settings.config import TrainingSettings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Limits for one page: a browser stays quick up to some 50 MB, and long runs write far more.
+# Limits for one page: a browser stays responsive up to some 50 MB, but long runs write far more.
 LIMITS = {
     "mismatch": 1000,
     "rollouts": 2000,
@@ -90,7 +90,7 @@ ROLLOUT: dict[str, Form] = {
 
 
 class Page(TypedDict):
-    """A page's data, as its script reads them."""
+    """A page's data, as its script reads it."""
 
     name: str
     config: dict
@@ -106,7 +106,7 @@ def finish(cfg: TrainingSettings) -> None:
     try:
         draw(cfg.writes_to)
         page = f"report: {shown(write(cfg.writes_to))}"
-    except Exception as error:  # the run was good, and this program can be called again
+    except Exception as error:  # the run succeeded, and this program can be called again
         page = f"no report: {in_one_line(error)}"
     print("\n".join([*summary(cfg), page]), flush=True)
 
@@ -130,8 +130,8 @@ def write(run_dir: str) -> Path:
 def compare(run_dirs: list[str]) -> Path:
     """Writes a page with the curves of several runs, and the settings in which they differ.
 
-    Returns its path, in the first run's folder. Raises InputError if one is not a folder, or if
-    two are the same.
+    Returns the page's path, in the first run's folder. Raises InputError if one of `run_dirs` is
+    not a folder, or if two are the same folder.
     """
     runs = [Run.read(Path(folder)) for folder in run_dirs]
     folders = [Path(folder).resolve() for folder in run_dirs]
@@ -234,7 +234,7 @@ def flat(config: dict[str, Json], above: str = "") -> dict[str, Json]:
 
 
 def side_by_side(runs: list[Series], names: list[str]) -> Series:
-    """Returns whole batches' metrics of several runs, as METRIC/NAME, at the steps of all runs."""
+    """Returns the whole-batch metrics of several runs, as METRIC/NAME, at the steps of all runs."""
     steps = sorted({step for run in runs for step in run.get("step", [])})
     found: Series = {"step": steps}
     for name, run in zip(names, runs, strict=True):
@@ -264,7 +264,7 @@ def short(value: float | None, digits: int) -> float | None:
 
 
 class Group(NamedTuple):
-    """The place of the neighbouring lines of one group in a file."""
+    """The place in a file of one group's lines, which are adjacent."""
 
     step: int  # the step that trains on it, or the policy version that is evaluated
     trained: bool
@@ -283,7 +283,7 @@ class Group(NamedTuple):
 
 
 def groups(path: Path) -> Iterator[Group]:
-    """Yields the groups of a file, which may be larger than the memory."""
+    """Yields the groups of a file, which may be larger than memory."""
     for _, found in itertools.groupby(places(path), key=lambda line: line[:3]):
         lines = list(found)
         yield lines[0]._replace(end=lines[-1].end, lines=len(lines))
@@ -311,7 +311,7 @@ def evenly(items: list[Item], count: int) -> list[Item]:
 
 
 def rollouts(path: Path) -> dict:
-    """Picks whole groups from all of the run, newest first; adds their total number and `pairs`."""
+    """Picks whole groups from all of the run, newest first; adds the rollout count and `pairs`."""
     # A validation comes after the step that made its policy, so it stands before that step here.
     every = sorted(
         groups(path) if path.exists() else (),
@@ -331,7 +331,7 @@ def rollouts(path: Path) -> dict:
 
 
 def pairs(every: list[Group]) -> list[list[dict]]:
-    """Picks validation prompts, each as [first, last] answer: by the oldest and newest policy."""
+    """Picks validation prompts, each with the oldest policy's answer and the newest policy's."""
     validated = [group for group in every if not group.trained]
     if not validated or validated[0].step == validated[-1].step:
         return []
@@ -346,7 +346,7 @@ def pairs(every: list[Group]) -> list[list[dict]]:
 
 
 def samples(paths: list[Path], model: str | None) -> dict:
-    """Picks samples of some steps, newest first, token by token; adds the text of each token id."""
+    """Picks samples from some steps, newest first, by token; adds the text of each token id."""
     picked = evenly(paths[::-1], LIMITS["samples"] // LIMITS["samples_per_step"])
     kept: list[dict] = []
     for path in picked:
@@ -388,7 +388,7 @@ def unpack(path: Path) -> Iterator[dict]:
                 "mask": runs(a["mask_T"][cut].tolist()),
                 "flaws": runs([FLAWS[i] for i in a["flaw_T"][cut].tolist()]),
                 "engine": [short(x, 5) for x in engine.tolist()],
-                # The two agree to many digits: their difference is kept, not the second number.
+                # Engine and trainer agree to many digits: their difference is kept instead.
                 "gap": [short(x, 3) for x in (a["logp_T"][cut] - engine).tolist()],
             }
 
@@ -399,7 +399,7 @@ def runs(values: list) -> list[list]:
 
 
 class Texts(NamedTuple):
-    """The text of each token by itself; empty with a problem if the tokenizer cannot be loaded."""
+    """The text of each token by itself, or the problem if the tokenizer cannot be loaded."""
 
     text: dict[int, str]
     problem: str
@@ -412,7 +412,7 @@ def texts(model: str | None, ids: set[int]) -> Texts:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         return Texts({i: tokenizer.decode([i]) for i in sorted(ids)}, "")
-    except Exception as error:  # a foreign folder may raise anything; ids can still be shown
+    except Exception as error:  # loading may raise anything; ids can still be shown
         return Texts({}, f"{type(error).__name__}: the tokenizer of {model!r} cannot be loaded")
 
 
@@ -446,7 +446,7 @@ def draw(run_dir: str) -> Path:
 
     plot(top, "reward", "training batch, mean reward", color="0.75")
     exact = "validation_exact"
-    if series.get(exact) != series.get("validation_reward"):  # they are the same for 0 and 1
+    if series.get(exact) != series.get("validation_reward"):  # equal if rewards are 0 or 1
         plot(top, "validation_reward", "validation, mean reward", "o-", color="C0", alpha=0.45)
     plot(top, exact, "validation, exactly right answers", "o-", color="C0", lw=2)
     plot(top, "accuracy", "training batch, pairs told apart", color="0.75")

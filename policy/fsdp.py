@@ -55,7 +55,7 @@ def shard(tensor: Tensor) -> Tensor:
 
 
 class PackedModel(nn.Module):
-    """Decoder and chunked head in one forward: as FSDP's root it holds head and embedding whole."""
+    """Decoder and chunked head in one forward; as FSDP's root, it has whole head and embedding."""
 
     def __init__(self, lm: PreTrainedModel, temperature: float, entropy: logprobs.Entropy):
         super().__init__()
@@ -109,9 +109,9 @@ class FSDPPolicy:
         with torch.device("meta"):
             wide = torch.float32 if trainable else dtype
             self.lm = make(config, dtype=wide, attn_implementation=attends)
-            # Without FSDP's state dict hooks, it can be written while training runs.
+            # It has none of FSDP's state-dict hooks, so it can be written while training runs.
             self.shell = make(copy.deepcopy(self.lm.config), dtype=dtype)
-        # transformers checkpoints only under train(), which would bring dropout.
+        # transformers recomputes activations only under train(), which would bring dropout.
         self.lm.eval().requires_grad_(trainable)
         self.adapters = Adapters(self.lm, settings, trainable)
         kinds = self.lm._no_split_modules or ()
@@ -123,7 +123,7 @@ class FSDPPolicy:
         self.model: Any = PackedModel(self.lm, temperature, self.entropy)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        # The root comes last. A single rank needs it too, to hold one layer at a time in bf16.
+        # The root comes last. A single rank shards too, to hold one layer at a time in bf16.
         for module in (*layers[::-1], self.model):
             fully_shard(module, mesh=mesh, mp_policy=mixed if gpu else MixedPrecisionPolicy())
             module.set_gradient_divide_factor(1.0)
@@ -175,9 +175,9 @@ class FSDPPolicy:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[AnyRow]) -> list[Tensor]:
-        """Logprobs [T] of each packed row, float32, 0 outside its mask."""
+        """Returns logprobs [T] of each packed row, float32, 0 outside its mask."""
         logps = [self.model(on(self.device, row)) for row in rows]
-        # FSDP reshards its root only in backward: left whole it would miss the next update.
+        # FSDP reshards its root only in backward: left whole, it would miss the next update.
         self.model.reshard()
         return logps
 
@@ -267,7 +267,7 @@ class FSDPPolicy:
         }
 
     def save(self, dir: str) -> Callable[[], None]:
-        """Copies this rank's shards to memory and starts to write them; returns the wait for it."""
+        """Copies this rank's shards to memory and starts writing; returns a function that waits."""
         writing = checkpoint_io.async_save(
             self._state(),
             checkpoint_id=dir,
@@ -288,7 +288,7 @@ class FSDPPolicy:
     def _check_architecture(self) -> None:
         """Compares a packed row with its two sequences alone, and each with the plain model.
 
-        Raises RuntimeError if one of the two differs by more than rounding.
+        Raises RuntimeError if either comparison differs by more than rounding.
         """
         index_T = torch.arange(16, device=self.device)
         tokens_T = 7919 * (index_T + 1) % len(self.lm.get_input_embeddings().weight)

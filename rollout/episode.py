@@ -1,4 +1,4 @@
-"""Holds the turns of policy and environment, and makes the token sequences to train on from them.
+"""Holds the turns of policy and environment, and joins them into token sequences to train on.
 
 Tokens in, tokens out: the sampled ids are trained on, never a re-tokenisation of the text.
 """
@@ -38,8 +38,8 @@ class Turn:
     finish_reason: str  # "stop", "length" if the answer was cut off, "" for a draft
     text: str = ""
     opening: str = ""  # "<think>" if the prompt already begins the answer with it
-    # The experts that saw each token of prompt and answer, except the last, which the engine did
-    # not read: pieces, end to end [tokens - 1, expert layers, experts].
+    # The experts that processed each token of prompt and answer, except the last, which the engine
+    # did not read: pieces, end to end [tokens - 1, expert layers, experts].
     routes: list[np.ndarray] | None = None
     cached: int = 0  # tokens of the prompt that the engine found in its prefix cache
     allowed: "Allowed | None" = None  # the set of ids for each token; None: the whole vocabulary
@@ -58,7 +58,7 @@ class Turn:
 
     @functools.cached_property
     def message(self) -> dict:
-        """The assistant's message for chat templates; each time the same object.
+        """The assistant's message for chat templates; the same object each time.
 
         The ids of tool calls have nine digits, as Mistral's templates ask for. They grow over an
         episode, and are the same if it is played again.
@@ -77,8 +77,8 @@ class Turn:
     ) -> "Turn":
         """Takes vLLM's answer from token `start` on; its spans become one version per token.
 
-        Raises RuntimeError if anything other than the policy or the length limit ended it, or if a
-        token has no logprob or no version.
+        Raises RuntimeError if anything other than the policy or the length limit ended the answer,
+        or if a token has no logprob or no version.
         """
         if answer.finish_reason not in ("stop", "length", ""):
             raise RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
@@ -191,7 +191,7 @@ class Sample:
     cache_hits: float = -1.0  # share of later turns' prompts in the prefix cache; -1: no later turn
     routes_T: np.ndarray | None = None  # int8/16 [T, expert layers, experts], -1 where unknown
     teacher_logp_T: np.ndarray | None = None  # float32, 0 where not sampled; mopd.py
-    allowed_T: np.ndarray | None = None  # int32, how many ids it was chosen among; None: all
+    allowed_T: np.ndarray | None = None  # int32, how many ids each was chosen from; None: all
     allowed_M: np.ndarray | None = None  # int32, those ids of all tokens, end to end
 
     @classmethod
@@ -329,7 +329,7 @@ class Episode:
 def shaped_reward(row: dict, episode: Episode, rule: "LowEffort") -> float:
     """Returns the environment's reward, changed by length if the prompt asks for low effort.
 
-    A short answer is worth more then, and a long one less:
+    Then a short answer is worth more, and a long one less:
 
     q = min(1, weight * (1 - tokens / limit));  r' = r + r * max(q, 0) + penalty * min(q, 0)
     The tokens of the last turn count. Super: weight 0.2, limit 3000, penalty 1.
@@ -349,7 +349,7 @@ def with_summaries(turns: list[Turn]) -> list[Turn]:
 
 
 def stitch(turns: list[Turn]) -> list[Sample]:
-    """Joins turns into sequences; a prompt that does not begin with the same ids starts a new one.
+    """Joins turns into sequences; a prompt that does not continue the last one starts a new one.
 
     What the environment added is masked out; flawed answers are marked. All sequences of an episode
     that was cut off are `truncated`. NeMo-RL (environments/nemo_gym.py:280) asserts the same

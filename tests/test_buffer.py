@@ -66,7 +66,7 @@ def test_a_group_that_is_too_old_is_never_handed_out(max_lag):
         each.start(5)
         each.put(group(5, version))
     assert [g.slot for g in buffer.take(5)] == [5]
-    with pytest.raises(RuntimeError, match=f"slot 5 is of version {4 - max_lag}"):
+    with pytest.raises(RuntimeError, match=f"slot 5 has version {4 - max_lag}"):
         late.take(5)
 
 
@@ -77,7 +77,7 @@ def test_steps_are_taken_one_after_the_other():
         buffer.start(slot)
         buffer.put(group(slot, 0))
     assert [g.slot for g in buffer.take(0)] == [0]
-    with pytest.raises(RuntimeError, match="step 1 was taken when 0 is next"):
+    with pytest.raises(RuntimeError, match="step 1 was taken, but step 0 is next"):
         buffer.take(1)
 
 

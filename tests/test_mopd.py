@@ -341,7 +341,7 @@ LAYOUT = {"kind": "megatron", "ranks": 4, "tp": 2}
     ({"teacher_beside": {"two": "one"}, "teacher_layouts": {"two": {}}}, "has the layout of 'one'"),
     ({"teachers": {"one": "a", "two": "a"}, "teacher_layouts": {"two": {}}}, "the layout of 'one'"),
     ({"teachers": {"one": "a", "two": "b", "too": "a"}, "routes": {"x": "two", "y": "too"},
-      "teacher_beside": {"too": "two"}}, "teacher_beside has 'too', a name of 'one'"),
+      "teacher_beside": {"too": "two"}}, "teacher_beside has 'too', another name of 'one'"),
     ({"teacher_policy": {"kind": "megatron", "replay_routing": True}}, "replay_routing = True"),
     ({"loss": {"reward": 1.0}}, "loss.reward = 1.0 and group_size = 1: expected 2 or more"),
     ({"loss": {"distill": 0.0}}, "nothing to learn"),

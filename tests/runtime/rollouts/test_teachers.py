@@ -211,10 +211,12 @@ async def test_three_failures_in_turn_end_the_run_by_name(house, where):
 async def test_a_score_that_is_not_finite_ends_the_run_at_once(house):
     made = house()
     await made.teachers.start()
-    made.answers["one"] = [FloatingPointError("the teacher a gives a token of math nan")]
+    made.answers["one"] = [
+        FloatingPointError("the teacher a gives a token of math the logprob nan")
+    ]
     with pytest.raises(RunError) as caught:
         await asyncio.wait_for(made.teachers.score(group(0, 3)), 5)
-    assert "gives a token of math nan" in str(caught.value.__cause__)
+    assert "gives a token of math the logprob nan" in str(caught.value.__cause__)
 
 
 async def test_a_group_that_is_no_longer_awaited_holds_nothing_up(house):
