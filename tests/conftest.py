@@ -41,6 +41,11 @@ CHAT_TEMPLATE = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets pytest-randomly shuffle, and not seed `random`: two workers must not draw alike."""
+    config.option.randomly_reset_seed = False
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Counts properties as long ones in `tests/run.sh long`, which tries all their examples."""
