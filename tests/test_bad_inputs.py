@@ -323,17 +323,17 @@ def test_the_same_inputs_unspoilt_start_a_run(flags, tmp_path, tiny_model, monke
 
 
 @pytest.mark.parametrize(("nodes", "flags", "says"), [
-    ([1], "--policy.ranks 2", r"policy\.ranks = 2, .* need 3 GPUs, the cluster has 1: lo"),
+    ([1], "--policy.ranks 2", r"policy\.ranks = 2, .* need 3 GPUs, but the cluster has 1: lo"),
     ([8, 8], "--engine.count 16", r"engine\.count = 16, .* need 17 GPUs, .* has 16"),
-    ([1], "--gpu_share 0.6", r"gpu_share = 0\.6 need 2 GPUs, the cluster has 1"),
+    ([1], "--gpu_share 0.6", r"gpu_share = 0\.6 need 2 GPUs, but the cluster has 1"),
     ([1], "--gpu_share 0.5 --policy.ranks 2",
      r"policy\.ranks = 2, .* need 2 GPUs, .* has 1 \(no two trainer ranks share one\)"),
     ([4, 4], "--engine.tensor_parallel 2 --engine.count 4",
-     r"engine\.count = 4, engine\.tensor_parallel = 2 .* need 9 GPUs, the cluster has 8"),
+     r"engine\.count = 4, engine\.tensor_parallel = 2 .* need 9 GPUs, but the cluster has 8"),
     ([1, 1, 1], "--engine.tensor_parallel 2",
      r"engine\.tensor_parallel = 2, .* on one node; the nodes have 3 x 1 GPUs"),
-    ([], "--policy.attention flash_attention_2", r"needs a GPU, the cluster has none"),
-    ([0], "--policy.attention varlen", r"needs a GPU, the cluster has none: expected auto"),
+    ([], "--policy.attention flash_attention_2", r"needs a GPU, but the cluster has none"),
+    ([0], "--policy.attention varlen", r"needs a GPU, but the cluster has none: expected auto"),
 ])  # fmt: skip
 def test_too_small_a_cluster_is_named_before_any_actor(
     nodes, flags, says, tmp_path, tiny_model, monkeypatch
@@ -388,7 +388,7 @@ def test_a_ray_that_does_not_start_names_its_logs_and_the_variable(
     says = (
         f"Ray did not start on this machine: .*; its logs are in {folder}/ray/session_latest/logs"
     )
-    with pytest.raises(InputError, match=f"{says}, elsewhere with RAY_TMPDIR=FOLDER$"):
+    with pytest.raises(InputError, match=f"{says}, or elsewhere if RAY_TMPDIR=FOLDER is set$"):
         grpo_async.main()
     shutil.rmtree(folder, ignore_errors=True)
 

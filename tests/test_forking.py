@@ -719,7 +719,7 @@ def test_a_step_of_other_slots_is_refused_where_it_is_logged(tmp_path):
     of_slot = [SimpleNamespace(slot=slot, infos=DIFFERS) for slot in range(6)]
     for step, groups in ((1, of_slot[:4]), (2, of_slot[:2]), (1, of_slot[2:4])):
         with pytest.raises(
-            RuntimeError, match=f"step {step} trains slots that Slot.record gives to"
+            RuntimeError, match=f"step {step} trains slots that Slot.record assigns to"
         ):
             log.step(step, groups, {})
 

@@ -199,7 +199,7 @@ def test_the_start_of_a_run_does_not_flatten_its_waits(look):
         return [Math.max(...marks), plot.parentElement.querySelector(".label").textContent];
     """)
     assert highest == 2
-    assert "step 1, which contains the start, and what is above 2 in 1 steps" in text
+    assert "step 1, which contains the start, and values above 2 in 1 steps" in text
 
 
 @browser

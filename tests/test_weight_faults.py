@@ -75,7 +75,7 @@ def test_an_update_that_is_cut_off_pauses_the_engine_until_a_whole_one(checked, 
     cut = checked(family)["cut"]
     for found in cut["cuts"]:
         *ended, whole = found["said"]
-        assert all("was cut off before all of it came" in said for said in ended) and whole == ""
+        assert all("was cut off before all of it arrived" in said for said in ended) and whole == ""
         assert not found["went_on"] and found["tokens"] == 256
         assert found["versions"] == 2, "no token is of an update that was cut off"
     assert is_near(cut["gap"], checked(family)["found"][""][1])

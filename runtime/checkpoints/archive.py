@@ -1,8 +1,8 @@
-"""Writes groups of samples to one .npz file, aside and then renamed, and reads them again.
+"""Writes groups of samples to one .npz file, atomically by a rename, and reads them back.
 
 The file has a column for each field of `Sample`. Columns that end in `_T` hold the tokens of all
 samples end to end, the others one entry per sample. Texts, and dictionaries as JSON, are one
-JSON list: numpy would make each text as wide as the longest. Columns that end in `_M` hold arrays
+JSON list, because numpy would pad each text to the longest. Columns that end in `_M` hold arrays
 of any length end to end, and `ends_NAME` where each sample's array ends. The file also has
 `slot`, `version` and `line` of each group, `group` and `length` of each sample, and `logp_T`, the
 trainer's logprobs, NaN for tokens without one.
@@ -24,7 +24,7 @@ from numpy.lib.npyio import NpzFile
 from rollout.episode import Sample
 
 HEAD = ("slot", "version", "line")
-OWN = (*HEAD, "group", "length", "logp_T")  # columns that are no field of a sample
+OWN = (*HEAD, "group", "length", "logp_T")  # columns that are not fields of a sample
 
 
 def write_groups(
@@ -94,7 +94,7 @@ def _tokens(name: str, values: list, lengths: list[int]) -> np.ndarray | None:
         if value is None:
             value = np.full((n, *shape), _blank(known[0]), known[0].dtype)
         if len(value) != n:
-            raise ValueError(f"{name} has {len(value)} entries, its sample {n} tokens")
+            raise ValueError(f"{name} has {len(value)} entries, but its sample has {n} tokens")
         pieces.append(value)
     return np.concatenate(pieces)
 
@@ -171,7 +171,7 @@ def read_groups(path: str) -> tuple:
 
 
 def _check_sizes(columns: dict[str, np.ndarray]) -> None:
-    """Raises ValueError unless the columns are as long as the samples' lengths and ends add up."""
+    """Raises ValueError unless each column is as long as the samples' lengths or ends say."""
     lengths = columns["length"]
     if (lengths < 0).any() or (columns["group"] < 0).any():
         raise ValueError("lengths and groups must be 0 or more")

@@ -97,8 +97,8 @@ def newest_first(run_dir: str) -> list[Path]:
 def damage(folder: str, part: int = 0, parts: int = 1, largest: float = math.inf) -> str:
     """Describes the first damage in a checkpoint; "" if all files that are checked are whole.
 
-    Checks every `parts`-th file, from number `part` on. For files of more than `largest` bytes only
-    the size is compared. A file that cannot be read counts as damaged: an older checkpoint may
+    Checks every `parts`-th file, from number `part` on. For files of more than `largest` bytes,
+    only the size is compared. A file that cannot be read counts as damaged: an older checkpoint may
     be whole.
     """
     path = Path(folder, MARKER)
@@ -119,7 +119,7 @@ def damage(folder: str, part: int = 0, parts: int = 1, largest: float = math.inf
 
 
 def flaw(model: str, part: int = 0, parts: int = 1, largest: float = math.inf) -> str:
-    """Describes the damage of a model that a run exported, which has a marker; "" for others."""
+    """Describes the damage to a model that a run exported, with a marker; "" for other models."""
     if not Path(model, MARKER).is_file():
         return ""
     found = damage(model, part, parts, largest)

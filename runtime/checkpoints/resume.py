@@ -111,8 +111,8 @@ def refuse_other_settings(state: dict, cfg: TrainingSettings, names: Sequence[st
 def refuse_other_truncation(state: dict, cfg: TrainingSettings) -> None:
     """Raises InputError if either the checkpoint or the run truncates its sampling, but not both.
 
-    Finished groups and later ones must agree on having sets of tokens. If both truncate, each group
-    is trained with its own sets.
+    Finished groups and later ones must either all have sets of tokens or all lack them. If both
+    truncate, each group is trained with its own sets.
     """
     before = truncation(state["config"])
     now = truncation(dataclasses.asdict(cfg))
@@ -142,8 +142,8 @@ def leaf_of(config: dict, name: str, default: T) -> Setting | T:
 def rewind(run_dir: str, state: dict) -> int:
     """Removes from a run folder's files everything that happened after a checkpoint.
 
-    Returns the last version, up to the checkpoint's, whose evaluation ended; -1 without one. It
-    counts even if it ended after the checkpoint was taken.
+    Returns the last version, up to the checkpoint's, whose evaluation ended; -1 if none did. An
+    evaluation counts even if it ended after the checkpoint was taken.
     """
     version = state.get("version", -1)
     evaluated = -1
@@ -194,13 +194,13 @@ def rewind_rollouts(run_dir: str, state: dict, evaluated: int) -> None:
     for path in Path(run_dir).glob("dropped.jsonl"):
         keep(path, was_dropped)
     for path in Path(run_dir).glob("rollouts.jsonl"):
-        # A line of step s was written before version s, and no step above s + max_lag had begun.
+        # A line for step s was written before version s, when no step above s + max_lag had begun.
         whole = settled(path, state["version"] - config["max_lag"]) if state else 0
         keep(path, is_trained, jsonl.place, whole)
 
 
 def settled(path: Path, step: int) -> int:
-    """Returns the offset of a line of a step up to `step`, near the last such line.
+    """Returns the offset of a line for a step up to `step`, near the last such line.
 
     Bisects the file, so reading even a large rollouts file takes only a moment; 0 if there is no
     such line.
@@ -220,7 +220,7 @@ def settled(path: Path, step: int) -> int:
 
 
 def steps_of(file: BinaryIO, end: int) -> Iterator[tuple[int, int]]:
-    """Yields the first byte and the step of each trained line of a rollouts file, up to `end`."""
+    """Yields the offset and the step of each training line in a rollouts file, up to `end`."""
     while (at := file.tell()) < end:
         place = jsonl.place(file.readline())
         if place and place["step"]:
@@ -233,10 +233,10 @@ def keep(
     parse: Callable[[bytes], dict | None] = json.loads,
     start: int = 0,
 ) -> None:
-    """Removes the lines of a JSONL file from byte `start` on that do not obey a rule.
+    """Removes the lines that do not obey a rule from a JSONL file, from byte `start` on.
 
     Lines that are cut off or cannot be parsed are removed too. The other lines are written aside
-    before the file is cut, so the removal can be repeated if the process is killed here.
+    before the file is truncated, so the removal can be repeated if the process is killed here.
     """
     aside = path.with_suffix(".partial")
     with open(path, "rb") as old, open(aside, "wb") as new:
@@ -252,7 +252,7 @@ def keep(
 
 
 def finish(kept: Path) -> None:
-    """Replaces a JSONL file's end, from the byte that the name of `kept` gives, with its lines."""
+    """Replaces a JSONL file's end, from the byte in the name of `kept`, with `kept`'s lines."""
     path = kept.with_suffix("").with_suffix(".jsonl")
     start = int(kept.suffixes[-2].removeprefix("."))
     with open(path, "r+b") as file, open(kept, "rb") as lines:

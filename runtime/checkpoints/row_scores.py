@@ -1,6 +1,6 @@
-"""Keeps numbers that are computed once per row in the run's folder.
+"""Keeps, in the run's folder, numbers that are computed once per row.
 
-A line of reference.jsonl holds the numbers of neighbouring rows, and a key of what they were
+A line of reference.jsonl holds the numbers for neighbouring rows, and a key for what they were
 computed from. Lines with another key belong to another model or other rows, and are ignored.
 """
 
@@ -38,7 +38,7 @@ class Scores:
         return any(i not in self.values for i in places)
 
     def add(self, first: int, values: list[list[float]]) -> None:
-        """Stores the numbers of rows from place `first` on; they are in the file when it returns.
+        """Stores the numbers for rows from place `first` on; they are in the file when it returns.
 
         Raises FloatingPointError, with the row, if its numbers are not finite.
         """

@@ -61,7 +61,7 @@ class Checkpoints:
     async def save(
         self, state: dict, groups: "list[Group] | None", tasks: asyncio.TaskGroup
     ) -> None:
-        """Copies the present state while the caller waits, and writes it as one of `tasks`.
+        """Copies the current state while the caller waits, and writes it as one of `tasks`.
 
         Raises the error with which writing the previous checkpoint failed.
         """

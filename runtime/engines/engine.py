@@ -35,7 +35,7 @@ def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
         "return_sampling_mask": cfg.sampling.truncates
         and not on_cpu,  # policy/allowed_tokens_on_cpu.py
         "tensor_parallel_size": cfg.engine.tensor_parallel,
-        # In a placement group of its caller, vLLM would choose Ray for its processes.
+        # If its caller is in a placement group, vLLM would otherwise start its processes with Ray.
         "distributed_executor_backend": "mp" if cfg.engine.tensor_parallel > 1 else None,
         "max_model_len": cfg.sampling.max_model_len,
         "logprobs_mode": "processed_logprobs",
@@ -50,7 +50,7 @@ def engine_arguments(cfg: RunSettings, on_cpu: bool) -> dict[str, Any]:
         drafts = {"draft_load_config": {"load_format": "auto"}} | drafts
         args["speculative_config"] = drafts
         if drafts.get("method", "draft_model") == "draft_model":
-            # For a draft model vLLM takes the load format of the policy and ignores
+            # For a draft model, vLLM uses the policy's load format and ignores
             # draft_load_config.
             args["load_format"] = drafts["draft_load_config"].get("load_format", "auto")
     return args
@@ -130,7 +130,7 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
             received = self.collective_rpc("receive_weights", args=(verify,))
             checksums, _ = await asyncio.gather(received, label)
             if None in checksums:
-                raise CutOff(f"update {version} was cut off before all of it came")
+                raise CutOff(f"update {version} was cut off before all of it arrived")
             return checksums
 
         async def generate(
@@ -141,7 +141,7 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
             *,
             priority: int = 0,
         ) -> "AsyncIterator[RequestOutput]":
-            """Yields vLLM's outputs, with the expert layers' routes, and sets as arrays."""
+            """Yields vLLM's outputs, with routes of expert layers only, and sets as arrays."""
             outputs = super().generate(prompt, sampling_params, request_id, priority=priority)
             async for output in outputs:
                 if routes:
@@ -150,7 +150,7 @@ def open_engine(cfg: RunSettings) -> "AsyncLLM":
                     take_sets(output.outputs)
                 yield output
 
-    # To unpickle vLLM's error the driver would import vLLM: for seconds everything would wait.
+    # To unpickle vLLM's error, the driver would import vLLM: everything would wait for seconds.
     copyreg.pickle(EngineDeadError, lambda raised: (RuntimeError, (str(raised),)))
     on_cpu = current_platform.is_cpu()
     arguments_class = AsyncEngineArgs

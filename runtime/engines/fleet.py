@@ -1,4 +1,4 @@
-"""Keeps the engines: starts them, leases them by load, watches them, brings them to each version.
+"""Keeps the engines: starts them, leases them by load, watches them, updates them to each version.
 
 STARTING --started--> FRESH --update--> SERVING --death, failed update--> LOST
     ^                   ^------cut off------+                               |
@@ -43,7 +43,7 @@ class State(enum.Enum):
     """The states of an engine's life."""
 
     STARTING = enum.auto()  # its process loads vLLM
-    FRESH = enum.auto()  # its weights are noise, or of two policies, until the next update
+    FRESH = enum.auto()  # until the next update, its weights are noise, or mixed from two policies
     SERVING = enum.auto()  # it holds the policy: groups are leased to it
     LOST = enum.auto()  # dead, silent, or with wrong weights: killed, and never used again
 
@@ -82,7 +82,7 @@ MERGE: dict[str, Callable[[list[float]], float]] = {
 
 
 def combined(received: Sequence[Received]) -> dict[str, float]:
-    """Returns the metrics of a weight update: each phase of the slowest engine, merged meters."""
+    """Returns the metrics of a weight update: the longest time of each phase, and merged meters."""
     found: dict[str, float] = {}
     if received:
         found = {phase: max(update.phases[phase] for update in received) for phase in SYNC}
@@ -94,7 +94,7 @@ def combined(received: Sequence[Received]) -> dict[str, float]:
 
 
 class Fleet:
-    """Actors of a Generator class, and their process group with the trainer ranks that send.
+    """Actors of a Generator class, and their process group with the ranks that send weights.
 
     `missing` is set while engines are lost. A lost engine's successor loads while the others serve.
     """
@@ -111,8 +111,8 @@ class Fleet:
         self.watches: set[asyncio.Task] = set()
         self.synced = asyncio.Event()  # wakes the callers that wait for a serving engine
         self.missing = asyncio.Event()
-        # Engines may not answer while they join a group or receive an update: the time at which
-        # they could last answer again; inf while one of these is running.
+        # Engines may not answer while they join a group or receive an update. This is when the
+        # last of these ended; inf while one is running.
         self.free_since = 0.0
         self.kv_bytes = 0  # per engine worker, found by the first engines when they profiled
         self.sent: list[asyncio.Future] = []  # the trainer ranks' sends of the latest update
@@ -178,7 +178,7 @@ class Fleet:
     async def connect(self) -> None:
         """Rebuilds the process group if the set of live engines has changed."""
         self.take_in_started()
-        # An engine that is dead or hangs by now would keep the others waiting.
+        # An engine that has died or hung by now would keep the others waiting.
         await asyncio.gather(*map(self.is_alive, self.alive))
         while not self.alive or self.grouped != set(self.alive):  # one may die after it has joined
             await repair.join(self)
@@ -190,7 +190,7 @@ class Fleet:
         Raises RunError if no engine serves within the limit.
         """
         limits = self.cfg.timeouts
-        if not self.serving:  # no deadline if one serves: it costs more than all the rest
+        if not self.serving:  # if one serves, no deadline: it would cost more than all the rest
             limit = 4 * limits.start + 2 * limits.train + 3 * limits.sync  # time for three repairs
             await within(
                 limit, "an engine that holds the policy", self.any_serving(), late=RunError
@@ -206,7 +206,7 @@ class Fleet:
                 engine.groups -= 1
 
     def least_busy(self) -> Engine:
-        """Returns the engine for the next group; one that owes a health check may hang."""
+        """Returns the least busy engine, if possible one that owes no health check: it may hang."""
         for engine in self.serving:
             if not engine.unanswered:
                 return engine
@@ -250,7 +250,7 @@ class Fleet:
             if any(arrived != checksum for arrived in task.result().checksums):
                 changed.append(engine)
         if changed:
-            error = RuntimeError("weights arrived at an engine other than they were sent")
+            error = RuntimeError("an engine received weights that differ from those sent")
             self.discard(changed, error)
             raise error
         return combined([task.result() for task in received])
@@ -276,19 +276,19 @@ class Fleet:
             self.free_since = time.monotonic()
 
     async def gaps(self) -> list[float]:
-        """Probes the new engines, or all: how many nats their logprobs are from the trainer's."""
-        with self.occupying():  # their first answers may wait for kernels that are compiled
+        """Returns how many nats the logprobs of new engines, or of all, are from the trainer's."""
+        with self.occupying():  # their first answers may wait until kernels are compiled
             return await self.probe.gaps(self.fresh or self.alive)
 
     async def watch(self, engine: "ActorHandle") -> None:
-        """Checks an engine's health from time to time, so that its death is noticed when idle."""
+        """Checks an engine's health from time to time, to notice its death even if it is idle."""
         while await self.is_alive(engine):
             await asyncio.sleep(max(CHECK_SECONDS, len(self.engines) / CHECKS_PER_SECOND))
 
     async def is_alive(self, engine: "ActorHandle") -> bool:
         """Returns whether an engine still answers; discards it if it is dead or silent.
 
-        It is asked again if joining or an update may have kept it from answering.
+        It is asked again if joining a group or an update may have kept it from answering.
         """
         while known := self.engines.get(engine):
             began = time.monotonic()

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 PROMPTS = 8
 LENGTH = 16  # tokens of a prompt
-ANSWER = 32  # tokens of each answer: the end of a text does not end it
+ANSWER = 32  # tokens of each answer, which an end-of-text token does not end
 CEILING = {"bfloat16": 0.1, "float32": 1e-3}  # nats: kernels differ by less
 FLOOR = {"bfloat16": 0.02, "float32": 1e-5}  # nats: rounding
-TIMES = 4  # limit of later gaps, relative to the first
+TIMES = 4  # limit for later gaps, relative to the first
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
@@ -79,20 +79,20 @@ class Probe:
         for call in calls.values():
             answers.append([turn for (turn,) in call.result()])
         scores = asyncio.gather(*(t.probe_gaps.remote(answers) for t in self.cluster.trainers))
-        of_ranks = await within(limit, "the trainers to score it", scores)
+        of_ranks = await within(limit, "the trainers to score the probe", scores)
         return of_ranks[0]  # all ranks have the same gaps
 
     def judge(self, version: int, gaps: list[float]) -> None:
-        """Raises RuntimeError if a gap is too large; the first good one sets the later limit."""
+        """Raises RuntimeError if a gap is too large; the first good one limits later ones."""
         dtypes = {meta.dtype for meta in self.cluster.metas}
         dtype = "bfloat16" if "bfloat16" in dtypes else "float32"
         limit = CEILING[dtype]
         if self.first is not None:
             limit = min(limit, max(FLOOR[dtype], TIMES * self.first))
-        if not all(gap <= limit for gap in gaps):  # written so that NaN is too far
+        if not all(gap <= limit for gap in gaps):  # written so that NaN fails too
             raise RuntimeError(
-                f"engines score unlike the trainer at version {version}: "
-                f"{gaps} nats, expected at most {limit:.2g}"
+                f"the engines' scores differ from the trainer's at version {version}: "
+                f"by {gaps} nats, expected at most {limit:.2g}"
             )
         if not self.first:
             self.first = max(gaps, default=None)

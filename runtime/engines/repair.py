@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 CUT_SECONDS = 2.0  # limit for an engine to notice that an update has ended
-LOAD_SECONDS = 5e-4  # additional time per tensor: vLLM's loaders load it, and it is read back
+LOAD_SECONDS = 5e-4  # additional time per tensor for vLLM's loaders, and for reading it back
 HOUR = 3600.0
 MAX_RESTARTS = 3  # times per hour that lost engines are replaced
 
@@ -31,8 +31,8 @@ MAX_RESTARTS = 3  # times per hour that lost engines are replaced
 def allowed(fleet: "Fleet") -> bool:
     """Returns whether lost engines may be replaced now: MAX_RESTARTS times an hour.
 
-    Beyond that the run continues with the engines that are left. Raises RuntimeError, with the last
-    error, if no engine is left.
+    Beyond that, the run continues with the engines that are left. Raises RuntimeError, with the
+    last error, if no engine is left.
     """
     now = time.monotonic()
     fleet.repairs = [at for at in fleet.repairs if now - at < HOUR]
@@ -57,9 +57,9 @@ def allowed(fleet: "Fleet") -> bool:
 def settings_of_successors(fleet: "Fleet") -> RunSettings:
     """Returns the settings of engines that start while others run.
 
-    If a trainer rank uses their GPU meanwhile, vLLM's profiling would take the memory that the rank
-    needs or frees for its own, and refuse to start. So the rank frees what it can, and vLLM gets
-    the size of the KV cache that the first engines found.
+    If a trainer rank uses their GPU meanwhile, vLLM's profiling would count the memory that the
+    rank takes or frees as its own, and vLLM would refuse to start. So the rank frees what it can,
+    and vLLM gets the size of the KV cache that the first engines found.
     """
     cfg = fleet.cfg
     if not fleet.cluster.shares_gpus():
@@ -101,7 +101,7 @@ async def end_update(
         failed = [engine for call, engine in received.items() if failure(call) in errors]
         fleet.discard(failed, errors[0])
     # The sockets of dead engines are closed now, so a send that waits for them ends as well. NCCL
-    # has no sockets: its sends are aborted. Engines that have all buckets still load and read back.
+    # has no sockets: its sends are aborted. Engines with all buckets still load or read back.
     await ask(fleet, fleet.cluster.senders, Sender.abort)
     loading = LOAD_SECONDS * len(fleet.cluster.metas)
     await asyncio.wait(received, timeout=CUT_SECONDS + loading)
@@ -134,9 +134,9 @@ def failure(call: asyncio.Future) -> BaseException | None:
 async def discard_dead(fleet: "Fleet", error: Exception, discarded: int) -> None:
     """Discards the engines that are dead after a failed update, and the engines that `error` names.
 
-    If it names no engine, and no more are lost than the `discarded` ones before the update, all are
-    suspect. Re-raises the error if restarting an engine cannot fix it: no update has ever worked,
-    or a send still runs. Raises TimeoutError if a trainer rank hangs.
+    If it names no engine, and no more have been lost than `discarded`, the number before the
+    update, all are suspect. Re-raises the error if restarting an engine cannot fix it: no update
+    has ever worked, or a send still runs. Raises TimeoutError if a trainer rank hangs.
     """
     if not fleet.worked:
         raise error
@@ -155,8 +155,8 @@ async def unless_left(
 ) -> dict[str, float]:
     """Returns the result of `sync`; {} if the run is leaving and no engine lives.
 
-    `sync` is cancelled then. An error of `sync` is raised, unless the run is leaving and no engine
-    lives: no engine may be started any more.
+    In that case, no engine may be started any more: `sync` is cancelled, and its error is ignored.
+    Otherwise an error of `sync` is raised.
     """
 
     async def stranded() -> None:
@@ -174,7 +174,7 @@ async def unless_left(
 async def ask(
     fleet: "Fleet", trainers: "list[ActorHandle]", function: Callable[[], int | None]
 ) -> None:
-    """Calls a function in trainer ranks, whatever they do meanwhile.
+    """Calls a function in trainer ranks, whatever else they are doing.
 
     Raises TimeoutError naming the first rank that does not answer.
     """
@@ -254,7 +254,7 @@ async def join(fleet: "Fleet") -> None:
 async def member(engine: "ActorHandle", joining: Awaitable[list[int]]) -> list[int]:
     """Returns the KV bytes of each of an engine's workers, once it has joined.
 
-    Raises EnginesError if it fails before it could have waited too long for another member.
+    Raises EnginesError if the engine fails before it could have waited too long for another member.
     """
     began = time.monotonic()
     try:

@@ -11,12 +11,12 @@ from settings.config import RunSettings, TrainingSettings
 
 WEIGHTLESS = {"ngram", "[ngram]", "ngram_gpu", "suffix"}  # methods that look tokens up
 STEPS = 5  # number of steps whose mean is compared
-FALL = 0.75  # fraction of the mean reported last, below which the next one is reported
+FALL = 0.75  # a mean below this fraction of the one reported last is reported
 MARK = b'"draft_acceptance"'
 
 
 def ageing(cfg: TrainingSettings) -> str:
-    """Returns the note about its drafter with which a run starts; "" if no drafter has weights."""
+    """Returns the note on its drafter that a run prints first; "" if no drafter has weights."""
     if not isinstance(cfg, RunSettings):
         return ""
     drafts = cfg.engine.args.get("speculative_config")

@@ -38,8 +38,8 @@ def check_granted() -> None:
         why = brief(error)
     raise RuntimeError(
         f"Ray granted GPU {granted} of {os.uname().nodename}, which torch {torch.__version__} "
-        f"cannot use: {why}: expected NVIDIA's driver {OLDEST_DRIVER} or newer, and in .venv what "
-        "DEVICE=gpu bash launch/setup.sh installs"
+        f"cannot use: {why}: expected NVIDIA's driver {OLDEST_DRIVER} or newer, and in .venv the "
+        "packages that DEVICE=gpu bash launch/setup.sh installs"
     )
 
 

@@ -38,7 +38,7 @@ class Cluster:
         self.Trainer = Trainer
         self.RolloutWorker = RolloutWorker  # None without rollouts
         self.trainers: list[ActorHandle] = []  # by rank
-        self.senders: list[ActorHandle] = []  # rank 0 and its node-mates, which send the weights
+        self.senders: list[ActorHandle] = []  # the ranks on rank 0's node: they send the weights
         self.metas: list[WeightMeta] = []  # describe the policy's weights
 
     def __enter__(self) -> "Cluster":
@@ -59,7 +59,7 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leaves Ray and frees the run folder; after an error, prints the ends of actors' logs."""
+        """Leaves Ray and frees the run folder; after an error, prints the last lines of logs."""
         if isinstance(error, Exception):
             print(last_lines(self.cfg), file=sys.stderr)
         import ray
@@ -81,7 +81,7 @@ class Cluster:
 
         def leave_or_end() -> None:
             loop.add_signal_handler(signal.SIGINT, interrupt)
-            tqdm.write("Ctrl-C: leaves after this step, with a checkpoint; again: at once, without")
+            tqdm.write("Ctrl-C: ends after this step, with a checkpoint; again: at once, with none")
             leave("Ctrl-C")
 
         loop.add_signal_handler(signal.SIGINT, leave_or_end)

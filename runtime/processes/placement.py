@@ -35,7 +35,7 @@ def shares(cfg: "TrainingSettings") -> Shares:
     """Computes the GPU shares from `gpu_share`.
 
     A trainer rank takes more than half of a GPU because NCCL refuses two ranks on one, and Ray by
-    itself would fill a GPU with trainer ranks before it takes the next.
+    itself would fill a GPU with trainer ranks before it moved to the next.
     """
     engine_gpus = cfg.demand.engine_gpus
     part = cfg.demand.share
@@ -50,7 +50,7 @@ def node_mates(cfg: "TrainingSettings", homes: Sequence[str]) -> list[int]:
     """Returns the other trainer ranks on rank 0's node; `homes` are the nodes by rank.
 
     They help rank 0 to send weights: NCCL leaves a node through the network cards of the GPUs in
-    the group. Returns [] if GPUs are shared, as gloo sends the weights then, or without GPUs
+    the group. Returns [] if GPUs are shared, because gloo then sends the weights, or without GPUs
     (`homes` are "").
     """
     if cfg.demand.share < 1 or not homes[0]:
@@ -73,7 +73,7 @@ class ActorOptions(TypedDict, total=False):
 
 
 def on(home: str) -> ActorOptions:
-    """Returns Ray's options for an actor on a node; if that node is lost, another node takes it."""
+    """Returns Ray's options for an actor on a node, or on another one if that node is lost."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not home:
@@ -108,7 +108,7 @@ class Places(NamedTuple):
     nodes: list[Node]
     engines: list[str]
     trainers: list[str]
-    beside: Sequence[list[str]] = ()  # nodes by network in `cfg.demand.beside`
+    beside: Sequence[list[str]] = ()  # the nodes for each network in `cfg.demand.beside`
 
     def free_home(self, taken: Iterable[str]) -> str:
         """Returns a node for one more engine, if the others are on the nodes `taken`."""
@@ -207,7 +207,7 @@ def fill(free: dict[str, int], count: int, size: int) -> list[str]:
 
 
 def check_gpus(cfg: "TrainingSettings", gpus: Sequence[float]) -> None:
-    """Raises InputError if the nodes have too few GPUs, or none for an attention that needs one."""
+    """Raises InputError if the nodes have too few GPUs, or none and the attention needs one."""
     engines = started_engines(cfg)
     size = cfg.demand.engine_gpus
     ranks = cfg.policy.ranks
@@ -216,7 +216,7 @@ def check_gpus(cfg: "TrainingSettings", gpus: Sequence[float]) -> None:
     if not available:
         if attention.startswith(("flash", "varlen")) and cfg.policy.kind == "fsdp":
             raise InputError(
-                f"policy.attention = {attention!r} needs a GPU, the cluster has none: "
+                f"policy.attention = {attention!r} needs a GPU, but the cluster has none: "
                 "expected auto, or RAY_ADDRESS of another cluster"
             )
         return
@@ -230,7 +230,7 @@ def check_gpus(cfg: "TrainingSettings", gpus: Sequence[float]) -> None:
         raise InputError(
             f"policy.ranks = {ranks}, engine.count = {engines}, engine.tensor_parallel = {size}"
             f"{of_teachers} and gpu_share = {cfg.demand.share:g} need {needed} GPUs, "
-            f"the cluster has {available}{unshared}: lower one of them"
+            f"but the cluster has {available}{unshared}: lower one of these settings"
         )
 
 

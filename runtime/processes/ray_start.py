@@ -52,8 +52,8 @@ def variables() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        # The driver has the deadlines. Torch's watchdog would end a trainer that waits for a lost
-        # engine.
+        # The driver enforces the deadlines. Torch's watchdog would end a trainer that waits for a
+        # lost engine.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     } | of_driver()
 
@@ -90,7 +90,7 @@ def connect(cfg: TrainingSettings) -> placement.Places:
         logs = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs")
         raise InputError(
             f"Ray did not start on this machine: {brief(error)}; its logs are in {logs}, "
-            "elsewhere with RAY_TMPDIR=FOLDER"
+            "or elsewhere if RAY_TMPDIR=FOLDER is set"
         ) from None
     return placement.plan(cfg, placement.nodes())
 
@@ -98,15 +98,15 @@ def connect(cfg: TrainingSettings) -> placement.Places:
 def short_of_files(met: int, beside: int = 0) -> str:
     """Explains why a process that meets `met` others may open too few files; "" if not.
 
-    `beside` is the number of files that do not depend on `met`. The hard limit counts, as Ray
-    raises its own processes' soft limit to it.
+    `beside` is the number of files that do not depend on `met`. The hard limit counts, because
+    Ray raises its own processes' soft limit to it.
     """
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = beside + FILES * met
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return ""
     return (
-        f"ulimit -Hn is {limit}, {met} ranks and engine workers need {needed}: "
+        f"ulimit -Hn is {limit}, but {met} ranks and engine workers need {needed}: "
         "raise nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd"
     )
 
@@ -138,7 +138,7 @@ def cpu_variables(cfg: TrainingSettings) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         # Threads that spin while they wait keep others from their work on a full machine: with
-        # three trainers on two cores a step took 6 s, and takes 0.2 s if they sleep.
+        # three trainers on two cores, a step took 6 s; it takes 0.2 s if they sleep.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "TORCH_COMPILE_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,4 +1,4 @@
-"""Runs a trainer rank, whatever it trains: it meets the others, saves, loads and exports."""
+"""Runs a trainer rank, whatever it trains: it meets the other ranks, saves, loads and exports."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ class Rank(Generic[C]):
         except OSError as error:
             raise RuntimeError(
                 f"{os.uname().nodename} cannot listen at its address in the Ray cluster, {host}: "
-                f"{error}. ray start --node-ip-address gives it another"
+                f"{error}. ray start --node-ip-address gives it another address"
             ) from None
         port = listener.getsockname()[1]
         self.door = listener.detach()
@@ -122,7 +122,7 @@ class Rank(Generic[C]):
         self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
 
     def saved(self) -> None:
-        """Returns when what `save` began is written; runs during training, in another thread."""
+        """Waits for the checkpoint that `save` began; runs in another thread during training."""
         for write in self.writes:
             write()
 
@@ -136,7 +136,7 @@ class Rank(Generic[C]):
 
 
 class SendingRank(Rank[R]):
-    """A trainer rank whose policy is sent to engines. Rank 0 and its node-mates join them."""
+    """A trainer rank whose policy is sent to engines. The ranks on rank 0's node join them."""
 
     sender: "Sender"
 

@@ -88,7 +88,7 @@ def provenance() -> dict:
 
 
 def added(name: str) -> str:
-    """Returns the patch that adds a new Python file, such as a copy of the program; or ""."""
+    """Returns the patch that adds a new Python file, such as a copy of the program, or ""."""
     path = ROOT / name
     if not name.endswith(".py") or not path.is_file() or path.stat().st_size > LONGEST_DIFF:
         return ""
@@ -98,7 +98,7 @@ def added(name: str) -> str:
 
 
 def git(*words: str) -> str:
-    """Runs git in the repository; returns its output. Raises OSError and subprocess's errors."""
+    """Runs git in the repository; returns the output. Raises OSError or a SubprocessError."""
     owned = f"safe.directory={ROOT}"  # in a container the folder often belongs to another user
     command = ["git", "-c", owned, "-C", str(ROOT), *words]
     done = subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)

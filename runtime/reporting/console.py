@@ -1,4 +1,4 @@
-"""Shows a run on the terminal: what it waits for at first, then its steps."""
+"""Shows a run on the terminal: first what it is waiting for, then its steps."""
 
 import time
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ SHOWN = {
 
 
 def phase(what: str) -> None:
-    """Prints what a run waits for before its first step, after the seconds since it began."""
+    """Prints the seconds since a run began, and what it waits for before its first step."""
     tqdm.write(f"{time.monotonic() - BEGAN:4.0f} s  {what}")
 
 
@@ -38,8 +38,8 @@ class Lines:
 
     def __init__(self, cfg: "TrainingSettings"):
         self.cfg = cfg
-        self.done = 0  # steps of this process
-        self.began = 0.0  # the end of its first step: the time before it is start-up
+        self.done = 0  # steps done by this process
+        self.began = 0.0  # when its first step ended: the time before that is start-up
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a step, and the time that the remaining steps will take."""
@@ -54,7 +54,7 @@ class Lines:
         """Does nothing: a file shows nothing between two steps."""
 
     def close(self) -> None:
-        """Does nothing: a file needs no end."""
+        """Does nothing: a file display has nothing to close."""
 
 
 class Bars:
@@ -65,7 +65,7 @@ class Bars:
         self.bars: list[tqdm] = []
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a step. The first step creates the bars, so start-up does not count in them."""
+        """Shows a step. The first step creates the bars, so they do not include start-up time."""
         if not self.bars:
             bar = tqdm(
                 total=self.cfg.steps, initial=step - 1, desc="steps", unit="step", position=0
@@ -75,7 +75,7 @@ class Bars:
         self.bars[0].set_postfix_str(shown_metrics(metrics))
 
     def show_ready(self, groups: int, of: int) -> None:
-        """Shows the number of finished groups that no step has taken yet; `of` fill a step."""
+        """Shows how many finished groups no step has taken yet; `of` groups fill a step."""
         if len(self.bars) == 1:
             bar = tqdm(total=of, desc="groups ready", unit="group", position=1, leave=False)
             self.bars.append(bar)

@@ -22,7 +22,7 @@ class Finding(NamedTuple):
 def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
     """Judges a run by its metrics, the lines of mismatch.jsonl and config.json.
 
-    A quantity that was not measured has no finding; neither has a count of 0.
+    There is no finding for a quantity that was not measured, nor for a count of 0.
     """
     known = {name: [v for v in column if v is not None] for name, column in series.items()}
     mean = {name: statistics.fmean(values[-RECENT:]) for name, values in known.items() if values}
@@ -37,13 +37,13 @@ def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
     steps = zip(series.get("reward", []), series.get("grad_norm", []), strict=False)
     without_norm = sum(reward is not None and norm is None for reward, norm in steps)
     rules: list[tuple[float | None, float, str]] = [  # value, highest good value, sentence
-        (gap(mismatch), LIMIT, "At lag 0 trainer and engine differ by {:.2g} nats."),
+        (gap(mismatch), LIMIT, "At lag 0, trainer and engine differ by {:.2g} nats."),
         (mean.get("truncated_samples"), 0.25, "{:.0%} of the answers were cut off."),
         (mean.get("zero_variance_groups"), 0.9, "{:.0%} of the groups had equal rewards."),
         (masked_share, 0.02, "{:.1%} of the sequences were masked."),
         (dropped or None, prompts / 100, "Dropped prompts: {}."),
         (dropped_in_validation or None, 0, "Validation prompts that were dropped: {}."),
-        (nonfinite or None, 0, "Logprobs of engines that are not finite: {:.0f}."),
+        (nonfinite or None, 0, "Engine logprobs that are not finite: {:.0f}."),
         (without_norm or None, 0, "Steps whose gradient norm is not finite: {}."),
     ]
     found = []
@@ -56,7 +56,7 @@ def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
 
 
 def speed(series: Series, config: dict) -> list[Finding]:
-    """Reports how long each side waited for the other, with a remedy if it was most of the time."""
+    """Reports how long each side waited for the other; if most of the time, names a remedy."""
     limit = 0.75 if config.get("max_lag") else 1  # at lag 0 the two sides take turns
     sides = {
         "trainer": ("wait_for_rollouts", "generation", "engine.count or max_lag"),
@@ -77,7 +77,7 @@ def speed(series: Series, config: dict) -> list[Finding]:
 
 
 def progress(series: Series) -> list[Finding]:
-    """Compares the last validation with the first; a lower one is wrong only after FAIR steps."""
+    """Compares the last validation with the first; calls it wrong only after FAIR steps."""
     names = {
         "validation_exact": "Right validation answers",
         "validation_reward": "Validation reward",
@@ -94,7 +94,7 @@ def progress(series: Series) -> list[Finding]:
     start, first = points[0]
     end, last = points[-1]
     best = max(value for _, value in points)
-    # The drop must exceed the noise of a run that has reached its level.
+    # The drop must exceed the noise of a run that has levelled off.
     fell = best - last > max((best - first) / 2, abs(best) / 4)
     form = "{:.3g}" if name == "validation_reward" else "{:.0%}"
     text = names[name]
@@ -110,7 +110,7 @@ def progress(series: Series) -> list[Finding]:
 def share(series: Series, wait: str) -> float | None:
     """Computes the share of the steps' time that a wait took; None if it was not measured.
 
-    Step 1 is left out, as it contains the start.
+    Step 1 is left out, because it contains the start-up.
     """
     every = zip(series.get("step_seconds", []), series.get(wait, []), strict=False)
     steps = [times for times in every if None not in times][1:]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns the last line of an error, after the last file and line of a remote traceback."""
+    """Returns an error's last line, preceded by the last file and line of a remote traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     places = [line for line in lines if line.startswith('File "')]
     return ": ".join([*places[-1:], lines[-1]])
@@ -53,7 +53,7 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         self.files = {name: LineFile(folder / f"{name}.jsonl") for name in self.names}
         self.line("starts", config_json.write(cfg, folder, version))
-        from torch.utils.tensorboard import SummaryWriter  # a second of imports, after all checks
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, so after all checks
 
         from runtime.reporting.speed import Speed, of_cluster
 
@@ -108,7 +108,7 @@ class Log:
     def drop(self, slot: "Slot", prompt: int, row: str, error: BaseException) -> None:
         """Writes a line for a prompt that was given up: its place in the stream, and the error.
 
-        Raises the error if it is a RunError: the run must end, and the prompt is good.
+        Raises the error if it is a RunError: the run must end, and the prompt is not at fault.
         """
         if isinstance(error, RunError):
             raise error
@@ -117,7 +117,7 @@ class Log:
         self.note(f"{row} dropped: {in_one_line(error)}")
 
     def evaluation(self, version: int, answered: "list[list[SampleInfo]]", dropped: int) -> None:
-        """Writes the validation metrics of a version, from the answers to its prompts.
+        """Writes a version's validation metrics, from the answers to the validation prompts.
 
         `dropped` is the number of prompts without answers.
         """
@@ -126,14 +126,14 @@ class Log:
         self.note(f"version {version}: {validation_line(metrics)}")
 
     def step(self, step: int, groups: "list[Group]", stats: dict[str, float]) -> None:
-        """Writes and shows the step on these groups, which led to version `step`.
+        """Writes and shows the step that trained on these groups and led to version `step`.
 
         Raises RuntimeError if `Slot.record` assigns the groups to another step.
         """
         recorded = {group.slot // self.cfg.prompts_per_step + 1 for group in groups}
         if recorded != {step}:  # a fork fills its batches differently
             raise RuntimeError(
-                f"step {step} trains slots that Slot.record gives to {sorted(recorded)}: "
+                f"step {step} trains slots that Slot.record assigns to {sorted(recorded)}: "
                 "rollouts.jsonl would have the wrong step. Change Slot.record as well"
             )
         version = 0 if self.cfg.command.rollout_only else step - 1  # the version that was trained

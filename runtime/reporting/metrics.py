@@ -15,7 +15,7 @@ from policy import Row
 
 SYNC = ("sync_pause", "sync_transfer", "sync_resume")  # the phases of a weight update
 TOKENS = "tokens/"  # prefix of a sum over kept tokens, which is reported as a mean
-EXTREMES = {"_min": min, "_max": max}  # by the end of a metric's name
+EXTREMES = {"_min": min, "_max": max}  # by the suffix of a metric's name
 # Update metrics that are added up over a batch's updates.
 COUNTS = (
     "num_masked_seqs",
@@ -63,7 +63,7 @@ def row_stats(
     """Returns what a packed row adds to the metrics: sums over its kept tokens, and counts.
 
     `mask_T` [T] marks the kept tokens. `measured` holds values [T] by name; their means over the
-    kept tokens of all rows become metrics of these names.
+    kept tokens of all rows become metrics with these names.
     """
     error_N = judged.error_N
     sequences = len(error_N)
@@ -97,9 +97,10 @@ def row_stats(
 def reduce_stats(
     rows: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """Adds up the rows' stats over all rows and ranks; names in _min and _max become extremes.
+    """Adds up the rows' stats over all rows and ranks.
 
-    The ranks of `group` have different rows; None means all ranks.
+    Stats whose names end in _min or _max become extremes. The ranks of `group` have different rows;
+    None means all ranks.
     """
     names = list(rows[0])
     # The maximum of -x is the minimum of x, so one reduction serves both.
@@ -120,7 +121,7 @@ def step_metrics(total: dict[str, float], batch_tokens: int, grad_scale: float) 
     """Returns NeMo-RL's training metrics from the reduced stats of one update."""
     kept = total["kept_tokens"]
     found: dict[str, float] = {}
-    if kept:  # if every group agrees, nothing is computed, and 0 would be a false value
+    if kept:  # if no reward differs within its group, nothing is computed: 0 would be false
         for name, summed in total.items():
             if name.startswith(TOKENS):
                 found[name.removeprefix(TOKENS)] = summed / kept
@@ -138,7 +139,7 @@ def step_metrics(total: dict[str, float], batch_tokens: int, grad_scale: float) 
 def mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Merges the metrics of a batch's updates: counts are added up, other metrics averaged.
 
-    Names in _min and _max become extremes. Updates that lack a metric are skipped.
+    Metrics whose names end in _min or _max become extremes. Updates that lack a metric are skipped.
     """
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     merged: dict[str, float] = {}

@@ -96,7 +96,7 @@ def mismatch_rows(tables: list[MismatchTable]) -> list[dict]:
 
 
 def by_origin(groups: "list[list[SampleInfo]]") -> "dict[str, list[list[SampleInfo]]]":
-    """Sorts groups by the suffixes of their metrics: "" has all, "/ENV" and "/ENV/DATASET" some."""
+    """Sorts groups by the suffix of their metrics: all in "", some in "/ENV" and "/ENV/DATASET"."""
     found: dict[str, list[list[SampleInfo]]] = {"": groups}
     for infos in groups:
         env = infos[0].env
@@ -171,7 +171,8 @@ RECENT = 10  # steps whose mean describes the present
 def gap(mismatch: list[dict]) -> float | None:
     """Returns the mean |log p trainer - log p engine| over recent tokens at lag 0; None if few.
 
-    A few tokens are likely to end answers that began under an older policy, and to read its KV.
+    If tokens at lag 0 are few, most of them end answers that began under an older policy, and
+    attend to that policy's KV cache.
     """
     rows = [row for table in mismatch[-RECENT:] for row in table["rows"]]
     fresh = [row for row in rows if (row["by"], row["key"]) == ("lag", "0")]

@@ -72,7 +72,7 @@ class Speed:
     def flops(self, step: Mapping[str, float]) -> float:
         """Estimates the FLOPs of training a step, without recomputed activations.
 
-        A batch takes three passes, and the passes that only score it.
+        A batch takes three passes, plus the passes that only score it.
         """
         assert self.model
         passes = 3 + self.cfg.scoring_passes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 ANSWER = {"prompt": str, "response": [str], "reward": int | float}
-# Variables that the previous command may have set for itself alone; never a key.
+# Variables that the previous command may have set for itself alone; never an API key.
 WANDB = (
     "WANDB_MODE",
     "WANDB_PROJECT",
@@ -33,11 +33,11 @@ TAIL = 1 << 22  # bytes of rollouts.jsonl that are searched for the last answer
 
 
 def summary(cfg: "TrainingSettings") -> list[str]:
-    """Returns the result of a run in lines: its validation, an answer, the model, what is next."""
+    """Returns the result of a run in lines: validation, an answer, the model, the next command."""
     folder = Path(cfg.writes_to)
     metrics = list(jsonl.read(folder / "metrics.jsonl", jsonl.METRICS))
     lines = [f"done in {tqdm.format_interval(time.monotonic() - BEGAN)}"]
-    alone = "eval_only" in cfg.command.modes  # earlier lines in its folder are of other policies
+    alone = "eval_only" in cfg.command.modes  # earlier lines in the folder belong to other policies
     for name in ("validation_reward", "validation_exact", "validation_accuracy"):
         values = [line[name] for line in metrics if isinstance(line.get(name), int | float)]
         if values and alone:
@@ -82,7 +82,7 @@ def in_a_line(text: str) -> str:
 
 
 def train_on(cfg: "TrainingSettings", step: int) -> str:
-    """Returns the command that continues this run; for twice the steps if it has ended."""
+    """Returns the command that continues this run, with twice the steps if it has ended."""
     words = ["--run_dir", shown(cfg.run_dir), "--resume", "auto"]
     replaced = "run[_-]dir|resume"
     if step == cfg.steps:

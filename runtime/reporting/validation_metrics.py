@@ -18,7 +18,7 @@ def validation_metrics(
     `answered` holds the answers to each prompt that was not dropped. Rewards are shaped, scores are
     not.
     """
-    # An episode in several sequences counts once.
+    # An episode that spans several sequences counts once.
     last = [[info for info in infos if not info.continues] for infos in answered]
     found: dict[str, float] = {"validation_dropped": dropped} if dropped else {}
     for suffix, prompts in by_origin(last).items():

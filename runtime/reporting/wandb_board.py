@@ -38,7 +38,7 @@ class Board:
         self.publish()
 
     def publish(self) -> None:
-        """Registers the exported models that are whole and new to W&B."""
+        """Registers the exported models that are complete and not registered yet."""
         for marker in sorted(Path(self.cfg.writes_to).glob(f"step_*/{EXPORT}{MARKER}")):
             if marker not in self.published:
                 model = artifact("ModelArtifact-rl", "model", marker.parent)

@@ -1,7 +1,7 @@
-"""Sends prompts to rollout workers and engines, and tries again what failed.
+"""Sends prompts to rollout workers and engines, and retries the prompts that failed.
 
 A row may kill or block its worker, and with it all other groups there. Each of these groups is
-then suspect, and is tried again by a worker that runs nothing else. So only the guilty one is
+then suspect, and is retried by a worker that runs nothing else. So only the group at fault is
 dropped.
 """
 
@@ -47,7 +47,7 @@ class Slot(NamedTuple):
         return f"{step}{self.number}"
 
     def record(self, prompts_per_step: int) -> dict[str, int | None]:
-        """Returns its fields in rollouts.jsonl: `step` trains on it, or `evaluation` is set."""
+        """Returns its fields in rollouts.jsonl: `step`, which trains on it, or `evaluation`."""
         step = self.number // prompts_per_step + 1 if self.evaluation is None else None
         return {"step": step, "slot": self.number, "evaluation": self.evaluation}
 
@@ -149,18 +149,18 @@ class Crew:
         return worker in self.ranks
 
     def receive(self, worker: "ActorHandle", report: services.Report) -> None:
-        """Notes which outside servers a worker has found away, and its failed calls."""
+        """Notes which outside servers a worker reports as away, and its failed calls."""
         if not self.outages and (report.away or report.failures):
             self.outages = Outages()
         if self.outages:
             self.outages.receive(worker, report)
 
     def seconds_away(self) -> float:
-        """Returns the seconds so far in which an outside server was away."""
+        """Returns the seconds so far during which an outside server was away."""
         return self.outages.seconds() if self.outages else 0.0
 
     async def watch(self, worker: "ActorHandle") -> None:
-        """Checks a worker from time to time, so that its death and its judges' are noticed."""
+        """Checks a worker from time to time, so that its death, or its judges', is noticed."""
         while await self.is_alive(worker):
             await asyncio.sleep(max(CHECK_SECONDS, len(self.ranks) / CHECKS_PER_SECOND))
 
@@ -168,7 +168,8 @@ class Crew:
 class Dispatcher:
     """Sends each prompt to a worker and an engine, and retries it if it fails.
 
-    `write` writes the lines of its rollouts, once. `census` describes the run in error messages.
+    `write` writes the lines of a group's rollouts, once. `census` describes the run in error
+    messages.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from envs.services import Report
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-LOOK_SECONDS = 1.0  # between two checks whether a server is back
-PATIENCE = 60.0  # seconds until the outage message repeats, then at doubling intervals
+LOOK_SECONDS = 1.0  # seconds between two checks of whether a server is back
+PATIENCE = 60.0  # seconds until the outage message is repeated, then at doubling intervals
 
 
 class Outages:
@@ -24,11 +24,11 @@ class Outages:
         self.reports: dict[ActorHandle, Report] = {}  # by worker
         self.troubled: dict[ActorHandle, dict[str, str]] = {}  # reports of what is away, by worker
         self.failures: Counter[str] = Counter()  # by "NAME/REASON", since the last `meters`
-        self.since: float | None = None  # when the present outage was first reported
+        self.since: float | None = None  # when the current outage was first reported
         self.earlier = 0.0  # seconds of past outages
         self.metered = 0.0  # seconds that `meters` has returned so far
         self.tell_at = -PATIENCE  # when to print a message next
-        self.told = False  # whether the present outage was printed
+        self.told = False  # whether the current outage was printed
 
     def receive(self, worker: "ActorHandle", report: Report) -> None:
         """Notes a worker's report."""
@@ -65,7 +65,7 @@ class Outages:
             self.tell_at = now + max(PATIENCE, now - self.since)
 
     def away(self) -> dict[str, str]:
-        """Returns what is away by any report: need -> addresses, how long, the last failure."""
+        """Returns what any report says is away: need -> addresses, how long, the last failure."""
         found: dict[str, str] = {}
         for away in self.troubled.values():  # empty in most runs, however many workers they have
             found |= away
@@ -76,7 +76,7 @@ class Outages:
         return "; ".join(f"{need} is away: {why}" for need, why in self.away().items())
 
     def seconds(self) -> float:
-        """Returns the seconds in which some server was away, up to now."""
+        """Returns the seconds during which some server was away, up to now."""
         if self.since is None:
             return self.earlier
         return self.earlier + (time.monotonic() - self.since)

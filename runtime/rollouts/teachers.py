@@ -1,6 +1,6 @@
-"""Scores groups with teachers on their own ranks: a queue each, replaced when they die.
+"""Scores groups with teachers: each has a queue, and ranks that are replaced when they die.
 
-A teacher scores one batch at a time. A batch holds the groups that have waited longest, up to a
+A teacher scores one batch at a time. A batch holds the groups that have waited longest, up to one
 row per replica. So the cost of a batch is bounded, and a teacher that is slower than the
 others scores full rows.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 ATTEMPTS = 3  # consecutive failures of a teacher, to start or to score, that end the run
-PAUSE = 1.0  # seconds per failure until the lost ranks' memory is free
+PAUSE = 1.0  # seconds per failure, until the memory of the lost ranks is free
 
 
 class Waiting(NamedTuple):
@@ -62,7 +62,7 @@ class Station:
         self.queue: deque[Waiting] = deque()
         self.working: asyncio.Task | None = None
         self.watching: asyncio.Task | None = None
-        self.failures = 0  # number in a row
+        self.failures = 0  # consecutive ones
         self.error: RunError | None = None  # set once the teacher is given up
         self.longest = 0.0  # seconds from a group's end to its score, since the last `take`
         self.busy = 0.0  # seconds of scoring since then
@@ -133,7 +133,7 @@ class Station:
                 self.hand_back(batch[g], of_group, samples)
 
     def next_batch(self) -> list[Waiting]:
-        """Returns groups that wait for the checkpoint of the first one, a row per replica."""
+        """Returns groups that wait for the same checkpoint as the first, a row per replica."""
         waiting = [one for one in self.queue if not one.scored.done()]
         room = self.cfg.policy.row_tokens * self.cfg.policy.replicas
         batch: list[Waiting] = []
@@ -164,7 +164,8 @@ class Station:
         """Ends the ranks, so that others start.
 
         Gives up after ATTEMPTS failures in a row: groups that wait, and groups to come, get a
-        RunError. Gives up at once if a score is not finite: the same network would find it again.
+        RunError. Gives up at once if a score is not finite: the same network would compute it
+        again.
         """
         if self.ranks is not ranks:
             return
@@ -184,7 +185,7 @@ class Station:
                 waiting.scored.set_exception(self.error)
 
     async def watch(self, ranks: "list[ActorHandle]") -> None:
-        """Notices that a rank dies, even while no batch is scored."""
+        """Notices when a rank dies, even while no batch is scored."""
         try:
             await together(map(self.cluster.watch, ranks))
         except Exception as error:
@@ -256,7 +257,7 @@ class Scoring(NamedTuple):
 
 
 def plan_scoring(groups: "list[list[SampleInfo]]", cfg: "TrainingSettings") -> list[Scoring]:
-    """Spreads whole groups over the replicas of a teacher, the heaviest first to the least busy.
+    """Spreads whole groups over the replicas of a teacher: the heaviest first, to the least busy.
 
     A replica returns whole groups, so they need not be joined afterwards. Samples without trained
     tokens are in no row. All replicas have equally many rows, some of which may be empty.

@@ -33,7 +33,7 @@ def check_teachers(cfg: "TeacherSettings", rows: Sequence[dict]) -> None:
         if differs := difference(student, load_tokenizer(model)):
             raise InputError(
                 f"teachers[{name!r}] = {model!r}: "
-                f"its tokenizer differs from the one of model = {cfg.model!r}: {differs}"
+                f"its tokenizer differs from that of model = {cfg.model!r}: {differs}"
             )
     check_routes(cfg, rows)
 

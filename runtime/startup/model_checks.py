@@ -40,7 +40,7 @@ class Stored(NamedTuple):
 
 
 def lacking(model: str, name: str) -> str:
-    """Returns the message for a model's folder that lacks a file; it names what makes the model."""
+    """Returns the message for a model folder that lacks a file, with the program that makes it."""
     exports = sorted(Path(model).glob("step_*/hf")) if os.path.isdir(model) else []
     if exports:
         return f"model = {model!r}: expected the model of a run, such as {shown(exports[-1])}"
@@ -51,7 +51,7 @@ def lacking(model: str, name: str) -> str:
             break
     stage = re.search(r"runs/([a-z]\w+)/step_\d+/hf$", model)
     if stage:
-        origin = f" (of the run in runs/{stage[1]}; --model names another one)"
+        origin = f" (from the run in runs/{stage[1]}; --model names another one)"
     return f"model = {model!r}: expected a folder that holds {name}{origin}"
 
 
@@ -142,7 +142,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         file.seek(8)
         text = file.read(length) if length <= min(size, LONGEST_HEADER) else b""
     if start == LFS:
-        raise InputError(f"{path}: it is the pointer of a file in Git LFS: run git lfs pull")
+        raise InputError(f"{path}: it is a Git LFS pointer: run git lfs pull")
     try:
         header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
         end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
@@ -178,23 +178,23 @@ def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") 
         if found[name].shape != shape:
             raise InputError(
                 f"model = {folder!r}: {name} is {found[name].shape}, "
-                f"{shape} expected by {architecture} of config.json"
+                f"{shape} expected by {architecture} in config.json"
             )
         if state[name].is_floating_point() and "F" not in found[name].dtype:
             raise InputError(
                 f"model = {folder!r}: {name} holds {found[name].dtype}, "
-                f"floating-point numbers expected by {architecture} of config.json"
+                f"floating-point numbers expected by {architecture} in config.json"
             )
     patterns = lm._keys_to_ignore_on_load_missing or ()
     for name in sorted(state.keys() - known - tied):
         if not any(re.search(pattern, name) for pattern in patterns):
             raise InputError(
-                f"model = {folder!r}: no tensor {name}, expected by {architecture} of config.json"
+                f"model = {folder!r}: no tensor {name}, expected by {architecture} in config.json"
             )
 
 
 def check_attention(cfg: "TrainingSettings") -> None:
-    """Raises InputError if transformers does not have the attention of `policy.attention`."""
+    """Raises InputError if transformers lacks the attention that `policy.attention` names."""
     from policy.attention import AttentionInterface  # includes the kernel that is added there
 
     chosen = cfg.policy.attention
@@ -252,14 +252,15 @@ def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
         ) from None
     if text == other_text:
         raise InputError(
-            f"model = {model!r}: its chat template ignores the messages: {text!r} for all"
+            f"model = {model!r}: its chat template ignores the messages: all become {text!r}"
         )
     if not ids or not all(isinstance(token, int) for token in ids):
         raise InputError(
-            f"model = {model!r}: its tokenizer makes {ids!r} of {text!r}, expected token ids"
+            f"model = {model!r}: its tokenizer turns {text!r} into {ids!r}, expected token ids"
         )
     words = lm.get_input_embeddings().num_embeddings
     if max(ids) >= words:
         raise InputError(
-            f"model = {model!r}: its tokenizer makes id {max(ids)}, its embedding has {words}"
+            f"model = {model!r}: "
+            f"its tokenizer makes id {max(ids)}, but its embedding has {words} rows"
         )

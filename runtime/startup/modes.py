@@ -73,10 +73,10 @@ class TrainingRun(Protocol):
         """Trains all steps."""
 
     def state(self) -> dict:
-        """Returns what a checkpoint holds of the run in addition to its policy."""
+        """Returns what a checkpoint of the run holds in addition to the policy."""
 
     async def evaluate(self) -> None:
-        """Evaluates the present version."""
+        """Evaluates the current version."""
 
 
 class GroupBuffer(Protocol):
@@ -96,7 +96,7 @@ class GroupBuffer(Protocol):
         """Waits until a condition holds."""
 
     def wake(self) -> None:
-        """Lets all waits look at their conditions again."""
+        """Makes all waits check their conditions again."""
 
 
 class StreamPlace(Protocol):
@@ -250,7 +250,7 @@ def replayed_files(run: RolloutRun[R]) -> list[Path]:
     """Returns the files to train on, in step order; prepares the run for them.
 
     Raises InputError if there are no files, if one does not hold a step's groups, or if one lacks
-    the sets of tokens with which truncated sampling is trained.
+    the sets of tokens that training with truncated sampling needs.
     """
     cfg = run.cfg
     files = sample_files(cfg.command.replay)[: cfg.steps]
@@ -269,8 +269,8 @@ def replayed_files(run: RolloutRun[R]) -> list[Path]:
             )
         if truncated and not has_sets:
             raise InputError(
-                f"{path} lacks the sets of tokens among which its tokens were chosen, "
-                f"expected them with {truncated}"
+                f"{path} lacks the sets of tokens from which its tokens were chosen, "
+                f"but {truncated} needs them"
             )
     run.cfg = dataclasses.replace(cfg, steps=len(files))
     run.val_rows = []
@@ -348,5 +348,5 @@ async def export(run: TrainingRun) -> None:
 
 
 def seal(export: str) -> None:
-    """Flushes and marks an export that was written once more into a checkpoint."""
+    """Flushes and marks an export that was written into a checkpoint again."""
     mark(export, checksums(export, listing(export)))

@@ -1,7 +1,7 @@
-"""Checks a run's folder, command and arguments before any actor starts; model_checks.py its model.
+"""Checks a run's folder, command and arguments before any actor starts.
 
-Settings are checked where they are declared, rows where they are read (rollout/rows.py). Only the
-headers of weights are read.
+Settings are checked where they are declared, rows where they are read (rollout/rows.py), and the
+model in model_checks.py. Only the headers of weights are read.
 """
 
 import ast
@@ -70,10 +70,10 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 
 
 def prepare(cfg: "TrainingSettings") -> None:
-    """Checks what can be checked without an actor; prints the run folder, and what will age.
+    """Checks what can be checked without an actor; prints the run folder, and a note on a drafter.
 
-    What ages is a drafter that no update trains (runtime/engines/speculation.py). Raises InputError
-    as `check` does.
+    The note is on a drafter that no update trains (runtime/engines/speculation.py). Raises
+    InputError as `check` does.
     """
     gc.disable()  # it would search a million objects again and again while libraries load
     try:
@@ -114,7 +114,7 @@ def check_installed(cfg: "TrainingSettings") -> None:
 
 
 def check_folder(cfg: "TrainingSettings") -> None:
-    """Raises InputError if the run cannot have its folder; the folder is not created yet."""
+    """Raises InputError if the run cannot use its folder; the folder is not created yet."""
     folder = Path(cfg.run_dir)
     others = {"/", os.path.expanduser("~"), cfg.model, os.getcwd()}
     if str(folder) in others and not (folder / "starts.jsonl").exists():
@@ -154,7 +154,7 @@ def check_command(cfg: "TrainingSettings") -> None:
 
 
 def check_arguments(cfg: "TrainingSettings") -> None:
-    """Raises InputError for an argument that its library lacks or types differently."""
+    """Raises InputError for an argument that its library lacks or declares with another type."""
     values = flatten(cfg)
     for field, declared in DECLARED.items():
         given = values.get(field)
@@ -184,7 +184,7 @@ def misfit(value: Any, annotation: str) -> str:
     try:
         pydantic.TypeAdapter(kind, config={"strict": True}).validate_python(value)
     except pydantic.ValidationError as error:
-        return f"{error.errors()[0]['msg']}, as its type is {annotation}"
+        return f"{error.errors()[0]['msg']}, because its type is {annotation}"
     except pydantic.PydanticUserError:  # a type of the library's own
         return ""
     return ""

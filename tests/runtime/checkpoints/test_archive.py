@@ -202,5 +202,5 @@ def test_groups_without_samples_are_counted(tmp_path):
 def test_a_field_of_the_wrong_length_is_refused_before_it_is_written(tmp_path):
     sample = make_sample(np.random.default_rng(0), 7)
     sample.flaw_T = sample.flaw_T[:6]
-    with pytest.raises(ValueError, match="flaw_T has 6 entries, its sample 7 tokens"):
+    with pytest.raises(ValueError, match="flaw_T has 6 entries, but its sample has 7 tokens"):
         write_groups(str(tmp_path / "groups.npz"), [(0, 0, 1)], [], [sample])

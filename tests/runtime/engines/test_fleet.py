@@ -566,9 +566,9 @@ async def test_a_replacement_that_is_lost_before_it_was_synced_harms_nobody(hous
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({"send_weights": 1}, "weights arrived at an engine other than they were"),
-        ({"probe_gaps": [0.0, 0.5]}, "engines score unlike the trainer at version 0"),
-        ({"probe_gaps": [0.0, math.nan]}, "engines score unlike the trainer at version 0"),
+        ({"send_weights": 1}, "an engine received weights that differ from those sent"),
+        ({"probe_gaps": [0.0, 0.5]}, "the engines' scores differ from the trainer's at"),
+        ({"probe_gaps": [0.0, math.nan]}, "the engines' scores differ from the trainer's at"),
     ],
 )
 async def test_the_first_update_of_all_must_work(house, answers, message):

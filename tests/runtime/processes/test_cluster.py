@@ -272,7 +272,7 @@ def test_threads_are_those_of_the_node_that_a_process_is_on(cpus, threads, monke
 
 def test_a_rank_that_may_not_open_enough_files_says_so_before_anybody_waits_for_it(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    expected = f"{os.uname().nodename}: ulimit -Hn is 4096, 577 ranks .* need 36928: raise nofile"
+    expected = f"{os.uname().nodename}: ulimit -Hn is 4096, but 577 ranks .* need 36928: raise"
     with pytest.raises(RuntimeError, match=expected):
         Rank(Config()).open_store(577)
 

@@ -45,7 +45,7 @@ def test_a_healthy_run_is_described_by_its_figures():
     assert {finding.level for finding in found} == {"fine"}
     assert [finding.text for finding in found] == [
         "Validation reward rose from 0.1 (step 0) to 0.5 (step 100).",
-        "At lag 0 trainer and engine differ by 0.02 nats.",
+        "At lag 0, trainer and engine differ by 0.02 nats.",
         "5% of the answers were cut off.",
         "30% of the groups had equal rewards.",
         "1.0% of the sequences were masked.",
@@ -68,7 +68,7 @@ test_each_fault_is_an_alarm = gives(
     ("num_masked_seqs", [0.0] * 91 + [11.0] * 10, "10.0% of the sequences were masked."),
     ("dropped_prompts", [0] * 100 + [9], "Dropped prompts: 9."),
     ("grad_norm", [None, None] + [1.0] * 99, "Steps whose gradient norm is not finite: 1."),
-    ("nonfinite_engine_logprobs", RARE, "Logprobs of engines that are not finite: 2."),
+    ("nonfinite_engine_logprobs", RARE, "Engine logprobs that are not finite: 2."),
 )
 
 
@@ -76,7 +76,7 @@ test_each_fault_is_an_alarm = gives(
 def test_a_mismatch_at_lag_0_is_an_alarm(mean):
     """The newest ten tables are judged; a mean that is not a number is none that is small."""
     shown = "nan" if mean is None else "0.051"
-    text = f"At lag 0 trainer and engine differ by {shown} nats."
+    text = f"At lag 0, trainer and engine differ by {shown} nats."
     assert alarms(series(RISES), mismatch(0.0) + mismatch(mean, 10)) == [text]
     assert alarms(series(RISES), mismatch(mean) + mismatch(0.049, 10)) == []
 

@@ -314,7 +314,7 @@ def test_another_tokenizer_is_refused(checked, tiny_model, tmp_path):
     tokenizer.add_tokens(["<think>"])
     tokenizer.save_pretrained(other)
     said = refusal(checked(teachers={"one": tiny_model, "two": str(other)}))
-    assert f"teachers['two'] = {str(other)!r}: its tokenizer differs from the one of model" in said
+    assert f"teachers['two'] = {str(other)!r}: its tokenizer differs from that of model" in said
     assert "'<think>' is None for the student, " in said
 
 
