@@ -32,8 +32,8 @@ JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = None) -> str:
     """Returns the whole table, from the model's config.json and the rows.
 
-    `data` is the rows' summary; None: it is made here. Raises InputError if config.json is missing,
-    if Megatron cannot train the model or the layout, or if a library lacks an argument.
+    `data` is the rows' summary; if it is None, it is made here. Raises InputError if config.json is
+    missing, if Megatron cannot train the model or the layout, or if a library lacks an argument.
     """
     check_arguments(cfg)
     if not (Path(cfg.model) / "config.json").is_file():
@@ -77,9 +77,9 @@ def lacks_board(cfg: TrainingSettings) -> bool:
 
 def assumptions(cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     """Returns the assumptions about the hardware and about the mean length."""
-    network = f"{pace.NETWORK_BYTES_S * 8e-9:g} Gb/s of network a GPU"
+    network = f"{pace.NETWORK_BYTES_S * 8e-9:g} Gb/s of network per GPU"
     launch = f"{pace.LAUNCH_S * 1e3:g} ms"
-    disk = f"{pace.DISK_BYTES_S / 1e9:g} GB/s of disk a node"
+    disk = f"{pace.DISK_BYTES_S / 1e9:g} GB/s of disk per node"
     flops = f"{gpu.flops / 1e12:g} TFLOP/s (a trainer reaches {pace.MFU:.0%})"
     memory = (
         f"{gib(gpu.memory)} GiB ({gpu_memory.RESERVE / GIB:g} reserved), {gpu.hbm / 1e12:g} TB/s"
@@ -90,13 +90,13 @@ def assumptions(cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         return [f"assumed: {gpu.name}: {memory},", lengths]
     return [
         f"assumed: {gpu.name}: {memory},",
-        f"  {flops}, {network}, {launch} an engine step;",
+        f"  {flops}, {network}, {launch} per engine step;",
         f"  mean response {mean}; prompts not counted; {disk}",
     ]
 
 
 def row(label: str, value: str, note: str = "") -> str:
-    """Formats one line: what, how much, from what."""
+    """Formats one line: a label, a value, and where the value comes from."""
     return f"  {label:<21}{value:>13}  {note}".rstrip()
 
 
@@ -106,7 +106,7 @@ def gib(size: float) -> str:
 
 
 def changed(cfg: TrainingSettings, Config: type) -> list[str]:
-    """Lists the fields that differ from their default, and that default; two per line."""
+    """Lists the fields that differ from their defaults, and the defaults; two per line."""
     lines = ["changed (from)"]
     usual = flatten(Config())
     for path, value in flatten(cfg).items():
@@ -139,7 +139,7 @@ def gpu_rows(cfg: TrainingSettings) -> list[str]:
 
 
 def teacher_gpus(cfg: TeacherSettings) -> list[str]:
-    """Lists the ranks of each teacher that has ranks of its own, and of all teachers."""
+    """Counts the ranks of each teacher that has ranks of its own, and of all teachers."""
     ranks = {host: cfg.layout_of(host).ranks for host in cfg.hosts}
     each = ", ".join(f"{host} {count}" for host, count in ranks.items())
     return [row("teachers", f"{sum(ranks.values())}", each)]
@@ -147,7 +147,7 @@ def teacher_gpus(cfg: TeacherSettings) -> list[str]:
 
 def teacher_rows(cfg: TeacherSettings, gpu: Gpu) -> list[str]:
     """Lists a teacher rank's memory, and the share of a step in which it is busy."""
-    lines = ["teachers: memory of a rank, GiB; of a step, seconds"]
+    lines = ["teachers: memory of a rank, GiB; its part of a step, seconds"]
     share = teacher_costs.shares(cfg)
     step = pace.step_seconds(model_shape.read_model(cfg.model), cfg, gpu)
     for host, busy in pace.teacher_seconds(cfg, gpu).items():
@@ -162,7 +162,7 @@ def teacher_rows(cfg: TeacherSettings, gpu: Gpu) -> list[str]:
 
 
 def other_checkpointing(cfg: TrainingSettings) -> TrainingSettings:
-    """Returns cfg with activation checkpointing switched: on if it is off, else off."""
+    """Returns cfg with activation checkpointing toggled: on if it is off, else off."""
     other = not cfg.policy.recomputes
     layout = dataclasses.replace(cfg.policy, activation_checkpointing=other)
     return dataclasses.replace(cfg, policy=layout)
@@ -211,13 +211,13 @@ def trainer_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 def checkpointing_rows(
     model: Model, asked: TrainingSettings, cfg: TrainingSettings, gpu: Gpu
 ) -> list[str]:
-    """Explains how activation_checkpointing = "auto" was decided, and why; empty if it was not."""
+    """Explains how activation_checkpointing = "auto" was decided; empty if it is not "auto"."""
     if asked.policy.activation_checkpointing != "auto":
         return []
     room = gpu_memory.room(model, cfg, gpu.memory)
     why = f"without it {gib(room.taken)} of {gib(room.free)} (free, less a tenth)"
     if not room.is_counted:
-        why = "not all that such layers save is counted"
+        why = "not everything that such layers save is counted"
     if cfg.policy.kind == "megatron":
         why = "always under Megatron"
     return [row("checkpointing", "on" if cfg.policy.recomputes else "off", f"auto: {why}")]
@@ -245,7 +245,7 @@ def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     on, off = ("with", "without") if layout.recomputes else ("without", "with")
     routed = f", of experts 1 / {spread.routed}" if "E" in shape.layers else ""
     notes = {
-        "weights": f"bf16, cut by tp {layout.tp} and pp {layout.pp}, experts by ep {layout.ep}"
+        "weights": f"bf16, split by tp {layout.tp} and pp {layout.pp}, experts by ep {layout.ep}"
         " and pp",
         "optimizer": f"main parameters and moments: 1 / {spread.shared} of them{routed}",
         "at the head": "layers keep, logits, the head's gradient",
@@ -273,12 +273,12 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg: TrainingSettings, gpu: Gpu) -
     """Lists the bytes that a Megatron rank sends per token of its rows and per update."""
     tokens = megatron_sizes.token_bytes(shape, cfg.policy)
     steps = megatron_sizes.step_bytes(shape, cfg.policy)
-    seconds = {k: f"{v:,.2f} s a step" for k, v in pace.traffic_seconds(shape, cfg, gpu).items()}
+    seconds = {k: f"{v:,.2f} s per step" for k, v in pace.traffic_seconds(shape, cfg, gpu).items()}
     nvlink = f"{gpu.nvlink / 1e9:g} GB/s inside a node"
     return [
-        f"sent by a trainer rank; of this only all-to-alls are in the step; {nvlink}",
-        *(row(k, f"{v:,.0f}", f"bytes a token; {seconds[k]}") for k, v in tokens.items()),
-        *(row(k, gib(v), f"GiB an update; {seconds[k]}") for k, v in steps.items()),
+        f"sent by a trainer rank; of this, only all-to-alls count in the step; {nvlink}",
+        *(row(k, f"{v:,.0f}", f"bytes per token; {seconds[k]}") for k, v in tokens.items()),
+        *(row(k, gib(v), f"GiB per update; {seconds[k]}") for k, v in steps.items()),
     ]
 
 
@@ -293,7 +293,7 @@ def engine_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     layers = f"{model.kv_layers} of {model.layers} layers"
     whole = tokens / length
     left = (1 - utilization) * gpu.memory
-    beside = f"the largest layer uncut, and its part; free are {gib(left)}"
+    beside = f"the largest layer unsplit, and its part; {gib(left)} is free"
     each = "of each sequence"
     more = "" if whole >= at_once else f"; not max_num_seqs = {at_once}"
     return [
@@ -322,7 +322,7 @@ def any_step_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
-    """Lists the seconds per step, and the side that binds it."""
+    """Lists the seconds per step, and the side that bounds them."""
     limit = pace.response_limit(cfg)
     batch = pace.batch_size(model, cfg, gpu)
     samples = cfg.prompts_per_step * cfg.group_size
@@ -359,13 +359,13 @@ def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
 
 
 def box_rows(cfg: RunSettings) -> list[str]:
-    """Lists the needs of a node's boxes; empty for a run without boxes."""
+    """Lists what a node's boxes need; empty for a run without boxes."""
     found = boxes.rows(cfg)
     return ["boxes of agents", *(row(*line) for line in found)] if found else []
 
 
 def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Lists the minimum seconds of a weight update, and their parts."""
+    """Lists the minimum seconds that a weight update takes, and what bounds them."""
     sent, broadcasts, gathered, messages = pace.update_traffic(model, cfg)
     least = f"at least: rank 0 sends {sent / 1e9:,.1f} GB in {broadcasts:,} buckets"
     cards = pace.networks(cfg)
@@ -374,7 +374,7 @@ def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     if seconds == model.tensors * pace.TENSOR_SECONDS:
         by = f"{model.tensors:,} tensors"
     elif cfg.policy.lora_rank and seconds == 2 * model.params / pace.HOST_BYTES_S:
-        by = "engines read the model below the adapters from memory"
+        by = "engines read the base model from memory"
     rows = [row("weight update", f"{seconds:,.2f}", f"{least}; {by}")]
     if messages:
         what = f"GB that rank 0 gets in {messages:,} messages; not in the step"
@@ -383,7 +383,7 @@ def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def balance_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:
-    """Formats the fastest split of the same number of GPUs."""
+    """Formats the fastest split of the same number of GPUs into engines and trainers."""
     best = pace.balance(model, cfg, gpu)
     if not best:
         return row("balanced split", "-", "no other split of whole GPUs holds a trainer rank")
@@ -394,7 +394,7 @@ def balance_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:
 
 
 def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
-    """Lists the allocation to ask for, and when a job needs the signal that it ends."""
+    """Lists the allocation to ask for, and how early a job must be told that it will end."""
     gpus = len(placement.gpus(cfg))
     step = pace.step_seconds(model, cfg, gpu)
     nodes = math.ceil(gpus / pace.NODE_GPUS) or 1
@@ -477,12 +477,12 @@ def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
         )
     if tokens < length:
         found.append(
-            f"an engine's KV holds {tokens:,} tokens, sampling.max_model_len = {length:,}: "
+            f"an engine's KV holds {tokens:,} tokens, but sampling.max_model_len = {length:,}: "
             "raise engine.tensor_parallel or, in engine.args, gpu_memory_utilization"
         )
     if cfg.gpu_share == 1 and engine + update > gpu.memory:
         found.append(
-            f"a weight update takes {gib(update)} GiB of an engine's GPU, of which "
+            f"a weight update takes {gib(update)} GiB of an engine's GPU, but "
             f"gpu_memory_utilization = {utilization:g} leaves {gib(gpu.memory - engine)}: "
             "lower it in engine.args"
         )

@@ -86,7 +86,7 @@ def problems(cfg: RunSettings) -> Iterator[str]:
     if here > most:
         print(
             f"note: a node has {here:,} episodes at once, and {most:,} boxes: "
-            f"the others wait, {box_budget.WAIT * cfg.timeouts.rollout:,.0f} s at most: "
+            f"the others wait, for {box_budget.WAIT * cfg.timeouts.rollout:,.0f} s at most: "
             f"raise rollout_workers or {box_budget.VARIABLE}, or lower prompts_per_step or max_lag"
         )
     files = sizes(cfg)
@@ -96,6 +96,6 @@ def problems(cfg: RunSettings) -> Iterator[str]:
         largest = max(files)
         if largest > limit:
             yield (
-                f"{image_cache.FOLDER} = {folder!r} holds {limit / GIB:,.2f} GiB, the largest "
+                f"{image_cache.FOLDER} = {folder!r} holds {limit / GIB:,.2f} GiB, but the largest "
                 f"image has {largest / GIB:,.2f}: raise {image_cache.MOST}, or take another disk"
             )

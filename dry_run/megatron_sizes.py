@@ -1,14 +1,14 @@
 """Computes the bytes that a policy/megatron rank sends, and its peak, from config.json alone.
 
-Axes:  T places of a packed row   H hidden size   Q, K width of all query, all key heads
+Axes:  T places of a packed row   H hidden size   Q, K total width of query heads, of key heads
        F width inside a feed-forward   k experts per token   V padded vocabulary
        C tokens whose logits exist at once
        b bytes per weight and per activation: 2 on a GPU; 4 on a CPU (float32)
 
 For a tensor of S bytes over n ranks, ring algorithms send S (n - 1) / n in an all-gather or a
-reduce-scatter, and twice that in an all-reduce. An all-to-all sends what is not a rank's own.
-Tokens are assumed to spread evenly over experts. On a CPU, bench/megatron_layouts.py measures both
-bytes sent and the peak within a tenth.
+reduce-scatter, and twice that in an all-reduce. In an all-to-all, a rank sends what belongs to
+others. Tokens are assumed to spread evenly over experts. On a CPU, the bytes sent and the peak that
+bench/megatron_layouts.py measures are within a tenth of these.
 
 Not counted: forward passes other than the training one (a KL reference, logprobs before several
 updates); values that do not grow with H, such as a router's; Mamba's activations other than its
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Shape:
-    """Whole widths of a model's layers; 0 if it has no such layer. `hf` is its config.json."""
+    """Unsplit widths of a model's layers; 0 for a layer that it lacks. `hf` is its config.json."""
 
     def __init__(self, hf: "PretrainedConfig"):
         get = functools.partial(field, hf)
@@ -47,7 +47,7 @@ class Shape:
         self.tied = hf.tie_word_embeddings
         self.bias = hf.model_type == "qwen2"
         self.qk_norm = hf.model_type in ("qwen3", "qwen3_moe")
-        # silu(gate) * up and rotary angles, or relu(up)^2 and attention without positions
+        # silu(gate) * up and rotary angles, or relu(up)^2 and attention without position embeddings
         self.gated = self.rotary = hf.model_type != "nemotron_h"
         self.head_dim = get("head_dim") or hf.hidden_size // hf.num_attention_heads
         self.query = hf.num_attention_heads * self.head_dim
@@ -80,9 +80,9 @@ def read_shape(model: str, settings: "PolicySettings") -> Shape:
 class LayerParams(NamedTuple):
     """A layer's parameters."""
 
-    cut: int  # parameters cut over tp
+    cut: int  # parameters split over tp
     whole: int  # parameters on every rank
-    routed: int  # parameters cut over ep
+    routed: int  # parameters split over ep
     frozen: int  # frozen parameters, on every rank
 
 
@@ -179,7 +179,7 @@ def key_width(s: Shape, layout: "PolicySettings") -> float:
 
 
 def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
-    """Counts the values per place of a rank that a layer saves for its backward.
+    """Counts the values that a layer saves for its backward pass, per place of a rank.
 
     Its input is not counted. A feed-forward saves 5 F: gate and up, silu(gate), up + 0, their
     product; an expert also the product scaled by its router. On a CPU RMSNorm saves its normalised
@@ -207,9 +207,10 @@ def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
 def at_work(s: Shape, layout: "PolicySettings", kind: str) -> float:
     """Counts the values per token position at a layer's peak, in addition to the saved ones.
 
-    Experts peak in forward: their tokens in the order of the row, after the all-to-all, and as
-    outputs in two orders. The other layers peak in backward, by gradients: twice the inside of the
-    feed-forward (a third replaces the product), or q, k, v and the output; then output and input.
+    Experts peak in the forward pass: their tokens in the order of the row, after the all-to-all,
+    and as outputs in two orders. The other layers peak in the backward pass, due to gradients:
+    twice the inside of the feed-forward (a third replaces the product), or q, k, v and the output;
+    then output and input.
     """
     H = s.hidden
     tp = layout.tp
@@ -221,9 +222,10 @@ def at_work(s: Shape, layout: "PolicySettings", kind: str) -> float:
 
 
 def kept_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> float:
-    """Returns the bytes that a stage's layers keep until backward, for rows in the pipeline.
+    """Returns the bytes that a stage's layers keep for the backward pass of rows in the pipeline.
 
-    Each layer's input, without checkpointing also what `saved` counts, and a stage's output.
+    They hold each layer's input, the stage's output and, without checkpointing, what `saved`
+    counts.
     """
     layout = cfg.policy
     layers = stage_layers(s, layout, stage)
@@ -235,9 +237,9 @@ def kept_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> flo
 
 
 def moments(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[str, float]:
-    """Returns the bytes in addition to the states, at the moments that may be the peak.
+    """Returns the bytes held in addition to the states, at each moment that may be the peak.
 
-    With tp all gathers before a matrix share one buffer, T H. A tied head's gradient waits for the
+    With tp, all gathers before a matrix share one buffer, T H. A tied head's gradient waits for the
     embedding's. torch's AdamW takes all its square roots at once.
     """
     layout = cfg.policy
@@ -257,7 +259,7 @@ def moments(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[s
     }
     if stage < layout.pp - 1:
         return found
-    # The last norm's input and what it saves; the whole trained places and their gradient.
+    # The last norm's input and what it saves; the trained places, gathered, and their gradient.
     hidden = b * places * H * ((1 + (b == 4)) / layout.tp + 2)
     return {"at the head": kept + hidden + head_bytes(logprobs.CHUNK, V, H, b)} | found
 
@@ -275,7 +277,7 @@ def fullest_stage(s: Shape, cfg: "TrainingSettings", b: int = 2) -> int:
 def sending_bytes(s: Shape) -> float:
     """Returns the bytes needed to send or export weights: the largest tensor twice, two buckets.
 
-    Rank 0 holds the tensor whole in bf16: once as shards or before cutting, once put together.
+    Rank 0 holds the tensor whole in bf16: once as shards or before it is split, once put together.
     """
     largest = 2 * s.hidden * max(s.vocab, 2 * s.ffn if s.gated else s.ffn)
     return 2 * (largest + max(BUCKET_BYTES, largest))
@@ -297,7 +299,7 @@ def ring(n: int) -> float:
 
 
 def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
-    """Returns the bytes that a rank sends per place of its rows, by axis; means over the stages.
+    """Returns the bytes that a rank sends per place of its rows, by axis; averages over the stages.
 
     Forward, backward, and forward again with checkpointing. tp: a layer's first matrix gathers its
     input (again in backward, and scatters its gradient), its second scatters its output (and
@@ -371,7 +373,7 @@ def gathered(s: Shape, layout: "PolicySettings") -> Gathered:
 
 
 def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
-    """Returns the bytes that a rank sends per update; means over the stages.
+    """Returns the bytes that a rank sends per update; averages over the stages.
 
     Gradients: a reduce-scatter over the ranks that share the weights, an all-reduce of norms over
     tp and of a tied head between first and last stage. Parameters: an all-gather; Megatron-Core

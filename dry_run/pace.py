@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from settings.config import TrainingSettings
 
 MFU = 0.3  # assumed; prime-rl measured 0.15 (rows of 16k tokens) to 0.36 (65k) for a 4B model
-LAUNCH_S = 3e-3  # assumed: an engine step, in addition to its arithmetic and memory traffic
+LAUNCH_S = 3e-3  # assumed: per engine step, in addition to its arithmetic and memory traffic
 NETWORK_BYTES_S = 50e9  # InfiniBand NDR: 400 Gb/s, one card per GPU
 DISK_BYTES_S = 1e9  # assumed: a node writing to shared storage, or reading from it
 HOST_BYTES_S = 25e9  # assumed: from a mapped file to a GPU
@@ -40,7 +40,7 @@ class Load(NamedTuple):
     """The largest load of a batch."""
 
     sequences: int
-    tokens: int  # trained tokens of the longest sequence
+    tokens: int  # trained tokens in the longest sequence
 
 
 def load_of(cfg: "TrainingSettings") -> Load:
@@ -59,7 +59,7 @@ def response_limit(cfg: "TrainingSettings") -> int:
 
 
 def step_tokens(cfg: "TrainingSettings") -> int:
-    """Returns the most response tokens that a batch may have."""
+    """Returns the largest number of response tokens that a batch may have."""
     return load_of(cfg).sequences * response_limit(cfg)
 
 
@@ -75,11 +75,11 @@ def batch_size(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
 
 
 def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu) -> float:
-    """Returns the seconds until each of `batch` sequences of `context` tokens gets another token.
+    """Returns the seconds until each of `batch` sequences of `context` tokens gets its next token.
 
-    LAUNCH_S plus the slower of matmuls, 2 FLOPs per weight and token, and memory: bf16 KV, Mamba's
-    states, which are read and written, and the weights that any token uses, 1 - (1 - share)^batch
-    of the routed experts.
+    That is LAUNCH_S plus the larger of two times: matmuls take 2 FLOPs per weight and token, and
+    memory traffic is bf16 KV, Mamba's states, which are read and written, and the weights that any
+    token uses, with 1 - (1 - share)^batch of the routed experts.
     """
     routed = model.routed * (1 - (1 - model.expert_share) ** batch)
     weights = 2 * (model.params - model.embedding - model.routed + routed) / tp
@@ -91,7 +91,7 @@ def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu
 def generation_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
     """Returns the seconds in which all engines sample a batch of mean responses.
 
-    A response counts with half of its tokens in the KV.
+    A response counts with half of its tokens in the KV cache.
     """
     batch = batch_size(model, cfg, gpu)
     mean = MEAN_SHARE * response_limit(cfg)
@@ -100,7 +100,7 @@ def generation_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
 
 
 def longest_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
-    """Returns the seconds of the longest response, alone in its engine."""
+    """Returns the seconds that the longest response takes, alone in its engine."""
     limit = response_limit(cfg)
     return limit * decode_seconds(model, cfg.engine.tensor_parallel, 1, limit / 2, gpu)
 
@@ -119,7 +119,7 @@ def train_flops(model: Model, cfg: "TrainingSettings") -> float:
 
 
 def bandwidth(gpu: Gpu, ranks: int) -> float:
-    """Returns the bytes per second between neighbouring ranks, in a node or between nodes."""
+    """Returns the bytes per second between neighbouring ranks, within a node or between nodes."""
     return gpu.nvlink if ranks <= NODE_GPUS else NETWORK_BYTES_S
 
 
@@ -148,9 +148,9 @@ def train_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
 
 
 def networks(cfg: "TrainingSettings") -> int:
-    """Counts a node's network cards through which a weight update passes; 0: it stays in one node.
+    """Counts a node's network cards that a weight update passes through; 0 if it stays in a node.
 
-    NCCL makes one ring per GPU of the group on the node with the fewest.
+    NCCL makes as many rings as the group has GPUs on the node with the fewest of them.
     """
     nodes = [Node(f"{i:06}", NODE_GPUS) for i in range(math.ceil(len(gpus(cfg)) / NODE_GPUS))]
     if cfg.demand.share < 1:  # gloo sends, through the card of the route
@@ -167,9 +167,9 @@ def networks(cfg: "TrainingSettings") -> int:
 
 
 def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Returns the minimum seconds of a weight update, sent once out of rank 0's node, or its GPU.
+    """Returns the minimum seconds of a weight update, sent once from rank 0's node, or its GPU.
 
-    At the same time an engine's processor copies tensor after tensor. Adapters are added to all
+    At the same time, an engine's CPU copies tensor after tensor. Adapters are added to all
     weights in bf16, which each worker reads from its node's memory.
     """
     network = sent_bytes(model, cfg) / (networks(cfg) * NETWORK_BYTES_S or gpu.nvlink)
@@ -180,7 +180,7 @@ def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
 def sent_bytes(model: Model, cfg: "TrainingSettings") -> float:
     """Returns the bytes of an update: bf16 weights, or adapters (policy/sync/adapter_sync.py).
 
-    Adapters are float32, with each matrix's products with 4 vectors: at most 16 bytes per row.
+    Adapters are float32, plus the products of each matrix and 4 vectors: at most 16 bytes per row.
     """
     if not cfg.policy.lora_rank:
         return 2 * model.params
@@ -236,8 +236,8 @@ def last_part(cfg: RunSettings) -> float:
 def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
     """Returns a step's limits, in seconds; the largest binds.
 
-    A step needs the policy of max_lag steps before: its longest rollout, followed by the training
-    of its last part (`train_parts`), may take max_lag + 1 steps.
+    A step needs the policy from max_lag steps earlier: its longest rollout, followed by the
+    training of its last part (`train_parts`), may take max_lag + 1 steps.
     """
     training = train_seconds(model, cfg, gpu)
     if not isinstance(cfg, RunSettings):
@@ -284,7 +284,7 @@ def split(cfg: RunSettings, engines: int, ranks: int) -> RunSettings:
 
 
 def splits(model: Model, cfg: RunSettings, gpu: Gpu) -> list[RunSettings]:
-    """Returns cfg with each split of its GPUs that the trainer fits, fewest engines first."""
+    """Returns cfg with each split of its GPUs that holds the trainer, fewest engines first."""
     total = sum("teacher" not in gpu for gpu in gpus(cfg))
     tp = cfg.engine.tensor_parallel
     layout = cfg.policy
@@ -341,8 +341,8 @@ def checkpoint_seconds(model: Model, cfg: "TrainingSettings") -> float:
 def signal_seconds(model: Model, cfg: "TrainingSettings", step: float) -> int:
     """Returns how many seconds before its end a job needs a signal.
 
-    They cover a step, a checkpoint and Slurm's 60 s. The previous checkpoint may still be being
-    written when the signal arrives, and the step's checkpoint waits for it.
+    They cover a step, a checkpoint and Slurm's 60 s. The previous checkpoint may not be
+    complete when the signal arrives, and the step's checkpoint waits for it.
     """
     saving = checkpoint_seconds(model, cfg)
-    return min(65535, math.ceil(max(step, saving) + saving + 60))  # Slurm takes 16 bits
+    return min(65535, math.ceil(max(step, saving) + saving + 60))  # Slurm accepts 16 bits

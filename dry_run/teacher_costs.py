@@ -12,7 +12,7 @@ from policy.gpus import Gpu
 from policy.model_shape import Model, read_model
 from settings.distillation import TeacherSettings
 
-ROWS = 2000  # first rows of the training file, whose agents give an estimate of the shares
+ROWS = 2000  # the shares are estimated from the agents of these first rows of the training file
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def agents(path: str) -> list[tuple[str, str]]:
 
 
 def shares(cfg: TeacherSettings) -> dict[str, float]:
-    """Returns the share of rows that each host scores, from the file's first rows, else equal."""
+    """Returns the share of rows that each host scores, from the first rows if they can be read."""
     names = [cfg.teacher_of(*row) for row in agents(cfg.data.train)]
     hosts = Counter(cfg.host_of(name) for name in names if name)
     if not hosts:

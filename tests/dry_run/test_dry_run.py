@@ -191,7 +191,7 @@ def test_adapters_alone_have_gradients_and_moments(folder):
     check_gib(text, **{"AdamW moments": 8 * adapters / 8})
     assert 4 * adapters < pace.sent_bytes(model, cfg) < 1.35 * 4 * adapters
     assert pace.sent_bytes(model, cfg) < pace.sent_bytes(model, whole) / 70
-    assert "rank 0 sends 0.2 GB in 1 buckets; engines read the model below the adapters" in text
+    assert "rank 0 sends 0.2 GB in 1 buckets; engines read the base model" in text
     assert "rank 0 sends 16.4 GB in 62 buckets" in dry_run.explain(whole, Config)
 
 
@@ -400,7 +400,7 @@ def test_an_update_needs_room_beside_the_engines_share(of_8b):
     assert "a weight update takes" not in dry_run.explain(cfg, Config)
     text = dry_run.explain(changed(cfg, engine={"args": {"gpu_memory_utilization": 0.97}}), Config)
     assert cell(text, "in an update") == "2.57"
-    assert "a weight update takes 2.57 GiB of an engine's GPU, of which gpu_memory_util" in text
+    assert "a weight update takes 2.57 GiB of an engine's GPU, but gpu_memory_util" in text
     assert "= 0.97 leaves 2.37: lower it in engine.args" in text
 
 
