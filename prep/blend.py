@@ -24,7 +24,7 @@ HELD_OUT = {"super": 100, "nano": 1000}  # held-out rows, as in the recipes
 
 @dataclass(frozen=True)
 class Blend:
-    """Blends to train and validation rows: placeholders filled, the last rows held out."""
+    """Turns blends into training rows and, held out, validation rows; fills their placeholders."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")] = HUB
     """Folder of *.jsonl files, each a blend; one such file; or ORG/NAME on the hub."""
@@ -41,7 +41,7 @@ class Blend:
     sample: int | None = None
     """Rows to take, evenly spread over the blend; they go to NAME/sample-N."""
     mix: str = ""
-    """FILE:WEIGHT,FILE:WEIGHT in the source: one blend, which ends when one of its files ends."""
+    """FILE:WEIGHT,FILE:WEIGHT, files of the source: one blend, which ends when one of them ends."""
     leave_out: tuple[str, ...] = ()
     """Agents to leave out, with their rows, such as agents that no environment serves yet."""
     nemo_gym: bool = False
@@ -66,7 +66,9 @@ class Blend:
         blends = {path.stem: path for path in found}
         chosen = self.only or list(blends) or ["*"]
         if self.name and len(chosen) > 1 and not self.mix:
-            raise InputError(f"--name {self.name}: {folder} holds {len(chosen)}: --only says which")
+            raise InputError(
+                f"--name {self.name}: {folder} holds {len(chosen)} blends: choose one with --only"
+            )
         if absent := [name for name in chosen if name not in blends]:
             raise InputError(f"{folder}: expected {absent[0]}.jsonl there")
         if self.mix:
@@ -215,7 +217,7 @@ def kept(
 def merged(
     weighted: list[tuple[Path, float]], counts: list[int], sample: int | None
 ) -> Iterator[files.Line]:
-    """Yields the lines of files with `counts` rows in turn, or an evenly spread sample of them."""
+    """Yields the lines of files with `counts` rows in turn, or an even sample of the lines."""
     weights = [weight for _, weight in weighted]
     total = sum(1 for _ in mix.order(counts, weights))
     number = min(sample or total, total)

@@ -43,12 +43,12 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """Contents of files of rows, and what is missing; exit code 0 if they can be trained on."""
+    """Prints what row files contain, and what is missing; exit code 0 if they can be trained on."""
 
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE...")]
     """JSONL files of rows."""
     services: tuple[str, ...] = ()
-    """`services` settings that the run will have; if another one is needed, that is a problem."""
+    """`services` settings that the run will have; if rows need another, that is a problem."""
     nemo_gym: tuple[str, ...] = ()
     """NeMo-Gym head servers, as in the run's services.nemo_gym."""
     max_bad_rows: int = 0
@@ -69,7 +69,7 @@ class Check:
             found = summary(path, self.max_bad_rows, self.services)
             print("\n".join([f"{path}: {found.lines[0]}", *found.lines[1:]]))
             problems += [f"PROBLEM: {problem}" for problem in found.problems]
-        print("\n".join(problems or ["all of it can be trained on"]))
+        print("\n".join(problems or ["all rows can be trained on"]))
         return int(bool(problems))
 
 
@@ -78,8 +78,8 @@ def summary(
 ) -> Summary:
     """Summarises a file. Needed services must be configured or listed in `services`.
 
-    With `cfg` a prompt must fit its sampling settings. Raises InputError if the file cannot be
-    read.
+    With `cfg`, a prompt must fit the run's sampling settings. Raises InputError if the file cannot
+    be read.
     """
     known = files.served()
     found = survey(path, cfg)
@@ -101,7 +101,7 @@ def summary(
         for need in sorted(agent.needs, key=lambda need: need.name):
             has = {need.name, need.name.partition(".")[0]} & set(services)
             problem = "" if has else need.problem()
-            missing = ", not there" if problem else ""
+            missing = ", missing" if problem else ""
             text.append(f"  {'':<40} {'':>9}  needs {need.name}{missing}")
             if problem:
                 problems.append(f"{path}: {name} lacks {need.name}: {problem}")

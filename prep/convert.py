@@ -16,7 +16,7 @@ FINAL = re.compile(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)\s*\Z")  # as GSM8K ends a 
 
 @dataclass(frozen=True)
 class Rows:
-    """Questions and answers from any data set to rows that an environment verifies."""
+    """Turns questions and answers from any data set into rows that an environment verifies."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """A .jsonl, .json, .csv or .parquet; a folder of them; or ORG/NAME on the hub."""
@@ -61,7 +61,7 @@ class Rows:
         if cut:
             print(f"{cut:,} answers are the numbers after ####, without the solutions before them")
         if left:
-            print(f"rows have no {', '.join(sorted(left))}: --keep names columns that they get")
+            print(f"rows have no {', '.join(sorted(left))}: --keep names columns to copy")
         return 0
 
     def missed(self, record: dict, error: ValueError) -> str:

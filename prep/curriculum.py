@@ -1,14 +1,14 @@
 """`curriculum`: writes rows in training order, from easy to hard.
 
 Nemotron 3 Nano's report, section 3.2.2: rows that are always solved are dropped; every batch holds
-the same share of each domain; within a domain rows are drawn by a Gaussian over their pass rate,
-and its mean falls linearly over training. Its width and end points are not published.
+the same share of each domain; within a domain, rows are drawn by a Gaussian over their pass rate,
+and the Gaussian's mean falls linearly over training. Its width and end points are not published.
 
 Here each row appears exactly once. Then batch b holds the pass rate v in proportion to
-c(v) exp(-(v - mean_b)^2 / (2 width^2)), where c(v) uses up all rows of v. Expanded, the width only
-sets the scale of mean_b, because c(v) absorbs the factor that depends on v alone. So one number is
-left to choose, the fall of the measured mean; the middle is the rows' mean. The report's figure
-shows batches that fall from about 0.7 to about 0.4.
+c(v) exp(-(v - mean_b)^2 / (2 width^2)), where c(v) makes the batches use up all rows with pass rate
+v. If the square is expanded, the width only sets the scale of mean_b, because c(v) absorbs the
+factor that depends on v alone. So one number is left to choose, the fall of the measured mean; the
+middle is the rows' mean. The report's figure shows batches that fall from about 0.7 to about 0.4.
 """
 
 import json
@@ -26,9 +26,9 @@ from core.errors import InputError
 from prep import files, mix
 
 FALL = 0.3  # read off the figure of the report
-STEEPEST = 0.9  # share of the fall from sorting; beyond it a batch holds few pass rates
+STEEPEST = 0.9  # share of the fall after sorting; beyond it, a batch holds few pass rates
 SWEEPS = 2000  # maximum number of sweeps to find the plan
-TOLERANCE = 1e-3  # tolerance for a batch's mean pass rate and a pass rate's rows
+TOLERANCE = 1e-3  # tolerance for a batch's mean pass rate, and for the rows with a pass rate
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Profiled(NamedTuple):
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Rows from easy to hard by their pass rates, the same mix of domains in each batch."""
+    """Orders rows from easy to hard by pass rate, with the same mix of domains in each batch."""
 
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """JSONL file of rows with `pass_rate`, such as `profile` writes."""
@@ -105,7 +105,7 @@ def read(path: str, by: str) -> Profiled:
     if not domains:
         raise InputError(
             f"{path}: {unknown:,} of its rows have no pass_rate and {solved:,} are always solved, "
-            "expected others"
+            "expected rows that are sometimes solved"
         )
     return Profiled(list(domains.values()), solved, unknown)
 

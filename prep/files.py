@@ -1,4 +1,4 @@
-"""Reads row files line by line, and writes them to temporary names until all are complete."""
+"""Reads row files line by line, and writes them under temporary names until all are complete."""
 
 import contextlib
 import hashlib
@@ -86,7 +86,7 @@ class Output:
         self.datasets: Counter[str] = Counter()
 
     def write(self, row: dict, text: str = "") -> None:
-        """Appends a row; `text` is its line if it has one already, which is kept as it is."""
+        """Appends a row; `text` is its line, if there is one already, which is kept as is."""
         line = f"{(text or json.dumps(row)).strip()}\n".encode()
         self.file.write(line)
         self.hash.update(line)
@@ -136,7 +136,7 @@ def rewriting(source: str, target: str) -> Iterator[Output]:
     Raises InputError if both are the same file, or if no row was written.
     """
     if os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target):
-        raise InputError(f"{target}: is to be read and to be written, expected two files")
+        raise InputError(f"{target}: is both the input and the output, expected two files")
     with writing(Path(target)) as (output,):
         yield output
         if not output.rows:

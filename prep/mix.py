@@ -32,7 +32,10 @@ def turns(weights: Sequence[float]) -> Iterator[int]:
 
 
 def order(counts: Sequence[int], weights: Sequence[float]) -> Iterator[int]:
-    """Yields the index that gives the next row, until one takes its turn and has no row left."""
+    """Yields the index of the source of each next row.
+
+    Ends when it is the turn of a source that has no rows left.
+    """
     left = list(counts)
     for i in turns(weights):
         if not left[i]:

@@ -16,11 +16,11 @@ from rollout.messages import chat, check_items, functions
 
 @dataclass(frozen=True)
 class Pivot:
-    """Trajectory turns to rows for envs/swe/swe_pivot.py, which expect the next call.
+    """Turns trajectories into rows for envs/swe/swe_pivot.py, each of which expects the next call.
 
     A line with messages becomes a row for each assistant turn that calls a tool. A line that
     is such a row already, with a pass rate from `profile`, is kept if its answers vary: some but
-    not all of them earned a reward, so its group teaches something.
+    not all of them earned a reward, so the row's group teaches something.
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -66,9 +66,9 @@ class Pivot:
             if rate is None:
                 left["without a pass rate"] += 1
             elif rate == 0:
-                left["never paid"] += 1
+                left["never rewarded"] += 1
             elif rate == 1:
-                left["always paid"] += 1
+                left["always rewarded"] += 1
             else:
                 yield record
             return

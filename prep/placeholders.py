@@ -2,7 +2,8 @@
 
 Such a row has `_hf_placeholder`: {row, question_template}. Templates in the released blends are
 {"prefix"} or {"suffix"} around DAPO's bare question, and {"template"}, or a string, with {question}
-in it. NVIDIA's resolver accepts only the string for Skywork: other rows lose their instruction.
+in it. NVIDIA's resolver accepts only the string for Skywork, so other rows lose their
+instruction.
 """
 
 import json
@@ -24,7 +25,7 @@ DAPO_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
 
 
 class Origin(NamedTuple):
-    """A data set that placeholders point into, and the `dataset` of their rows."""
+    """A data set that placeholders point to, and the `dataset` of their rows."""
 
     tag: str
     hub: str
@@ -90,7 +91,7 @@ class Questions:
             if numbers:
                 raise InputError(
                     f"{files[0].parent}: {origin.hub} ({origin.split}): a placeholder asks for "
-                    f"record {min(numbers)}: too few"
+                    f"record {min(numbers)}, which does not exist"
                 )
 
     def fill(self, row: dict, place: str) -> dict:

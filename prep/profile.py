@@ -18,7 +18,7 @@ FIELDS = ("pass_rate", "pass_rate_total", "pass_rate_passed")
 
 
 class Counts(NamedTuple):
-    """Per line of a file, the number of answers, and the number of answers that passed."""
+    """The number of answers, and of answers that passed, per line of a file."""
 
     total: Counter[int]
     passed: Counter[int]
@@ -26,7 +26,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """The rows with a model's pass rate: samples, passed samples, and their share.
+    """Adds a model's pass rate to rows: samples, samples that passed, and their share.
 
     Settings of the run follow `--`, such as `-- --config configs/math_blend.py`.
     """

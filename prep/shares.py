@@ -26,7 +26,7 @@ PHASES = {
     "early": {"math": 0.02, "stem": 0.02, "code": 0.02},
     "late": {"math": 0.01, "stem": 0.01},
 }
-OFF, LIMITED = 0.10, 0.03  # shares that Nemotron 3 Nano strips of reasoning, and truncates
+OFF, LIMITED = 0.10, 0.03  # shares whose reasoning Nemotron 3 Nano strips, and truncates
 BUDGETS = (1024, 2048, 4096, 8192)  # tokens; the report does not publish its budgets
 
 
@@ -82,8 +82,7 @@ def mark(row: dict, place: str) -> None:
         holder, key = parts[-1], "text"
     if not isinstance(holder.get(key), str):
         raise InputError(
-            f"{place}: responses_create_params.input holds {items!r:.60}, "
-            "expected a message of the user"
+            f"{place}: responses_create_params.input holds {items!r:.60}, expected a user message"
         )
     holder[key] += f" {MARKER}"
 
@@ -99,7 +98,7 @@ class ReasoningControl:
     off: float = OFF
     """Share of the rows that get enable_thinking = false for the chat template."""
     limited: float = LIMITED
-    """Share of the rows, not counting those, with a budget in max_output_tokens."""
+    """Share of the rows, in addition to those, that get a budget in max_output_tokens."""
     budgets: tuple[int, ...] = BUDGETS
     """Budgets, each equally often."""
 
@@ -109,7 +108,7 @@ class ReasoningControl:
         if not good or not self.budgets or min(self.budgets) < 1:
             raise InputError(
                 f"--off {self.off} --limited {self.limited} --budgets {self.budgets}: "
-                "expected shares, together at most 1, and positive budgets"
+                "expected shares that add up to at most 1, and positive budgets"
             )
         counts: Counter[str] = Counter()
         with files.rewriting(self.file, self.out) as output:

@@ -1,4 +1,4 @@
-"""`swe --check`: keeps rows that are resolved with their own repair, and are not without one.
+"""`swe --check`: keeps rows that their own repair resolves, and that are not resolved without it.
 
 A file next to the rows, OUT.check.jsonl, keeps each verdict: after an interruption the command
 resumes where it stopped. A fault of the machine, such as a missing image, is not a verdict.
@@ -49,7 +49,7 @@ class Checked:
         asyncio.run(self.judged(rows, at_once or len(os.sched_getaffinity(0))))
 
     def keeps(self, row: dict) -> bool:
-        """Counts a row by its verdict; returns whether it is kept. A row without one is not."""
+        """Counts a row by its verdict; returns whether it is kept, False if it has no verdict."""
         why = self.verdicts.get(key_of(row))
         if why:
             self.left[why] += 1
@@ -88,7 +88,7 @@ class Checked:
         """Returns a summary of the verdicts, for printing."""
         judged = self.kept + self.left.total()
         share = f" ({self.kept / judged:.1%})" if judged else ""
-        text = [f"  own repairs resolved, and nothing else: {self.kept:,} of {judged:,}{share}"]
+        text = [f"  resolved by their own repairs only: {self.kept:,} of {judged:,}{share}"]
         for why, count in self.left.most_common():
             text.append(f"LEFT OUT {count:,}: {why} ({self.first[why]})")
         for why, count in self.unjudged.most_common():

@@ -109,7 +109,7 @@ class Issue(NamedTuple):
 
 
 def filled(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a record that are neither null nor empty texts."""
+    """Returns the fields of a record that are neither null nor empty strings."""
     return {name: value for name, value in record.items() if value not in (None, "")}
 
 
@@ -126,7 +126,7 @@ def issue(place: str, record: dict[str, Any], name: str) -> Issue:
     if not isinstance(about, dict):
         raise InputError(
             f"{place}: responses_create_params.metadata is {about!r:.60}, "
-            "expected NeMo-Gym's object of an instance"
+            "expected NeMo-Gym's object for an instance"
         )
     inner = about.get("instance_dict") or "{}"
     try:
@@ -207,7 +207,7 @@ def base(found: Issue, image: str, registry: str) -> dict[str, Any]:
 
 def by_script(found: Issue, fields: dict[str, Any], script: str, parser: str) -> dict[str, Any]:
     """Returns a row whose tests are run by a script."""
-    expected = "a list of names of tests, or its JSON (--sources names data sets that have it)"
+    expected = "a list of test names, or its JSON (--sources names data sets that have it)"
     return fields | {
         "FAIL_TO_PASS": found.json("FAIL_TO_PASS", list, expected),
         "PASS_TO_PASS": found.json("PASS_TO_PASS", list, expected),

@@ -25,7 +25,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Swe:
-    """Repository issues to rows for envs/swe/swe.py, except issues that cannot be graded.
+    """Turns repository issues into rows for envs/swe/swe.py, if they can be graded.
 
     Records come from SWE-bench, SWE-Gym, R2E-Gym and SWE-smith, from NeMo-Gym rows that hold one in
     their `metadata`, as in the SWE 2 blend, and from rows that this command has written.
@@ -48,11 +48,11 @@ class Swe:
     split: str = "train"
     """Split of a folder or of a data set on the hub: files named after it, or all."""
     check: bool = False
-    """Keep rows that are resolved with their own repair, and are not resolved without one."""
+    """Keep rows that their own repair resolves, and that are not resolved without it."""
     images: str = "data/images"
     """Image folder for --check, as in a run's services.images."""
     at_once: int = 0
-    """Rows that --check judges at once; 0: one per processor."""
+    """Rows that --check judges at once; 0: one per CPU."""
 
     def run(self) -> int:
         """Writes the rows and prints what was left out; returns 1 if some were not judged."""

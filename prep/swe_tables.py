@@ -1,4 +1,4 @@
-"""Looks up how to run a repository's tests in its data set's tables, if the record lacks it.
+"""Looks up how to run a repository's tests in its data set's tables, if the record does not say.
 
 The tables are in the packages that made the data sets. They need different libraries from ours, so
 another Python imports them: `python swe_tables.py` answers each line of its input with a line.
@@ -60,7 +60,7 @@ def of_smith(record: dict[str, Any]) -> dict[str, str]:
     except KeyError:
         return {"why": f"swesmith does not know {name}"}
     if getattr(type(profile), "log_parser", None) is not python.log_parser:
-        return {"why": f"swesmith reads the logs of {name} in a way of its own"}
+        return {"why": f"swesmith reads the logs of {name} in its own way"}
     paths = dict.fromkeys(test.partition("::")[0] for test in lists(record))
     command = " ".join([profile.test_cmd, *paths])
     return {"command": command, "log_parser": "swesmith"}

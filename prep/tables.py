@@ -43,7 +43,7 @@ def records(
 
 
 def placed(record: dict | Record, place: str) -> Record:
-    """Returns a record with its place, unless it has one already, as records of lines have."""
+    """Returns a record with its place, unless it has one already, as records read from lines do."""
     return record if isinstance(record, tuple) else (place, record)
 
 
@@ -125,8 +125,8 @@ def value(record: dict, column: str, place: str) -> Any:
 def data_files(source: Path, split: str) -> list[Path]:
     """Returns a file, or the files in a folder that are of the first of KINDS found there.
 
-    If some are named after the split, only these. Raises InputError if there is no file of a known
-    kind.
+    If some are named after the split, returns only these. Raises InputError if there is no file of
+    a known kind.
     """
     every = sorted(source.rglob("*")) if source.is_dir() else [source]
     named = re.compile(rf"(^|[^a-z]){re.escape(split)}([^a-z]|$)")
@@ -161,7 +161,7 @@ def located(source: str, patterns: list[str], field: str) -> Path:
     except Exception as error:
         why = " ".join(f"{why}{type(error).__name__}: {error}".split())
         raise InputError(
-            f"{field} = {source!r}: neither a folder nor on the hub: {why}. Without network, "
-            f"elsewhere: hf download --repo-type dataset {source}, and name the folder"
+            f"{field} = {source!r}: neither a folder nor on the hub: {why}. Without a network, "
+            f"run hf download --repo-type dataset {source} elsewhere, and name the folder"
         ) from None
     return Path(folder)

@@ -1,4 +1,4 @@
-"""`tool_pairs`: makes preferences against calls to tools that were not given, from our rollouts."""
+"""`tool_pairs`: makes preference pairs from our rollouts, against calls to tools not given."""
 
 import hashlib
 import json
@@ -43,13 +43,13 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolPairs:
-    """Pairs of answers to rows with and without tools, for dpo.py and for any other DPO trainer.
+    """Pairs answers to rows with and without tools, for dpo.py and for any other DPO trainer.
 
     If a row declares tools, a right answer is preferred to a wrong one. If it declares none, a
     right answer without a call is preferred to a wrong answer, and to any answer with a call. Each
     answer is rejected at most once, because the report of Nemotron 3 Nano has 50,000 pairs from
-    64,000 answers (appendix C). Answers that were cut off are left out, because they did not end by
-    themselves. Multi-turn answers are left out, because rollouts.jsonl does not hold the
+    64,000 answers (appendix C). Answers that were cut off are left out, because they did not end on
+    their own. Multi-turn answers are left out, because rollouts.jsonl does not hold the
     tools' results.
     """
 
@@ -123,7 +123,7 @@ class ToolPairs:
             if ended == "length":
                 left_out["cut off"] += 1
             elif len(texts) != 1:
-                left_out["of several turns"] += 1
+                left_out["several turns"] += 1
             else:
                 found = form.read(split(texts[0]).content)
                 calls = found is None or found.number > 0
@@ -152,7 +152,7 @@ def object_at(path: str, start: int) -> dict:
 
 
 def said(rollout: dict) -> list[dict]:
-    """Returns a rollout's one answer as a message, with the thought's tag if the prompt has it."""
+    """Returns a rollout's answer as a message, with the thinking tag if the prompt ends in it."""
     (text,) = rollout["response"]
     tag = THINK[0]
     if rollout["prompt"].rstrip().endswith(tag) and not text.lstrip().startswith(tag):

@@ -189,7 +189,7 @@ def test_each_file_of_a_folder_is_a_blend_and_only_some_may_be_asked_for(blend):
     assert {row["dataset"] for row in read(data / "r3/train-split.jsonl")} == {"r3"}
     with pytest.raises(InputError, match="expected r4.jsonl there"):
         blend(None, "--only", "r4")
-    with pytest.raises(InputError, match="--name nano: in holds 3: --only says which"):
+    with pytest.raises(InputError, match="--name nano: in holds 3 blends: choose one with --only"):
         blend(None, "--name", "nano")
     blend(None, "--name", "nano", "--only", "r2", "--layout", "nano")
     assert {row["dataset"] for row in read(data / "nano/train/data.jsonl")} == {"r2"}

@@ -40,7 +40,7 @@ def test_rows_that_can_be_trained_on_are_counted(check):
     code, text = check([math_row(i, dataset=f"set{i % 2}") for i in range(1001)] + [PUZZLE])
     assert code == 0
     first, math, puzzle, last = text.splitlines()
-    assert first == "./rows.jsonl: 1,002 rows" and last == "all of it can be trained on"
+    assert first == "./rows.jsonl: 1,002 rows" and last == "all rows can be trained on"
     expected = "math_with_judge_simple_agent 1,001 envs/maths/math.py; set0 501, set1 500"
     assert " ".join(math.split()) == expected
     assert puzzle.split() == ["reasoning_gym", "1", "envs/questions/reasoning_gym.py"]
@@ -95,13 +95,13 @@ def test_what_rows_need_is_looked_for(check, tmp_path, monkeypatch):
     assert check(rows, "--services", "lean")[0] == 0
     monkeypatch.setattr(services, "_current", [Services(lean="true")])
     code, text = check(rows)
-    assert code == 0 and "needs lean" in text and "not there" not in text
+    assert code == 0 and "needs lean" in text and ", missing" not in text
     rows.append(rows[0] | {"many": 2})
     assert "needy lacks images" in check(rows)[1]
     monkeypatch.delenv("JUDGES_FILE", raising=False)
     rows.append(rows[0] | {"many": 3})
     code, text = check(rows, "--services", "images")
-    assert code == 1 and "needs judges.general, not there" in text
+    assert code == 1 and "needs judges.general, missing" in text
     assert "needy lacks judges.general: no url, and neither JUDGES_FILE nor" in text
     assert check(rows, "--services", "images", "judges")[0] == 0
 
@@ -115,7 +115,7 @@ def test_agents_of_nemo_gym_are_named_with_their_server(check, monkeypatch):
         agent = f"http://127.0.0.1:{server.agent}"
     words = " ".join(text.split())
     assert f"{AGENT} 1 served at {agent}; " in words
-    assert "b 1 no server has it; " in words and "needs nemo_gym.b, not there" in words
+    assert "b 1 no server has it; " in words and "needs nemo_gym.b, missing" in words
     (problem,) = (line for line in text.splitlines() if line.startswith("PROBLEM"))
     assert code == 1 and f"b lacks nemo_gym.b: services.nemo_gym = ('{server.url}',)" in problem
 

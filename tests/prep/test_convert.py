@@ -139,6 +139,6 @@ def test_a_source_that_is_absent_and_one_that_would_be_overwritten_are_refused(t
     with pytest.raises(InputError, match="SOURCE = '.*absent': there is no such file or folder"):
         convert(tmp_path / "absent", tmp_path / "o", *WORDS)
     source = write(tmp_path / "d.jsonl", RECORDS)
-    with pytest.raises(InputError, match="is to be read and to be written, expected two files"):
+    with pytest.raises(InputError, match="is both the input and the output, expected two files"):
         convert(source, source, *WORDS)
     assert len(source.read_text().splitlines()) == len(RECORDS)

@@ -105,7 +105,7 @@ def test_rows_whose_answers_vary_are_kept(pivot):
     profiled = [rows[0] | {"pass_rate": rate} for rate in rates]
     kept, told = pivot(profiled)
     assert [row["pass_rate"] for row in kept] == [0.125, 0.875]
-    assert "never paid: 1" in told and "always paid: 2" in told
+    assert "never rewarded: 1" in told and "always rewarded: 2" in told
     assert "without a pass rate: 1" in told
 
 

@@ -194,7 +194,7 @@ def test_another_python_has_the_tables(swe, python):
     assert "pytest -rA" in rows[0]["tests"]["script"]
     assert rows[0]["log_parser"] == "parse_log_pytest"
     assert "swegym does not know version 6 of me/calc" in told
-    assert "swesmith reads the logs of odd.1234abcd in a way of its own" in told
+    assert "swesmith reads the logs of odd.1234abcd in its own way" in told
     assert "swesmith does not know other.1234abcd" in told
     assert "swebench 4.1 cannot be imported: No module named 'swebench'" in told
     smith = rows[1]
@@ -295,7 +295,7 @@ def test_a_check_keeps_rows_whose_own_repair_alone_is_resolved(swe, records, ima
         rows, told = swe(records, *words, code=1)
         assert len(rows) == 1 and rows[0]["FAIL_TO_PASS"] == ["tests/test_calc.py::test_half"]
         assert rows[0]["patch"] == records[3]["patch"]
-        assert "own repairs resolved, and nothing else: 1 of 3 (33.3%)" in told
+        assert "resolved by their own repairs only: 1 of 3 (33.3%)" in told
         flaw = "its own reference patch does not resolve it: tests failed"
         assert f"LEFT OUT 1: {flaw} (me__calc-12)" in told
         assert f"LEFT OUT 1: {swe_judge.UNBROKEN} (me__calc-12)" in told

@@ -106,7 +106,7 @@ def test_what_cannot_be_a_pair_is_counted(pairs):
     answers = [answer(1, "4", 1.0), answer(1, "5", 0.0), answer(1, "6 7 8", 0.0, "length")]
     found, said = pairs([*answers, answer(1, [CALL, "4"], 1.0)])
     assert len(found) == 1
-    assert "left out, cut off: 1" in said and "left out, of several turns: 1" in said
+    assert "left out, cut off: 1" in said and "left out, several turns: 1" in said
 
 
 def test_other_parsers_and_thresholds(pairs):
