@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Opens a shell, or runs a command, on the first node of a running job; `ray status` works there.
 #   bash launch/attach.sh JOB [COMMAND ...]
-# It is another step of the job, in the job's image if it has one. The cluster's token is in
+# It runs as another step of the job, in the job's image if there is one. The cluster's token is in
 # logs/NAME/JOB/attach, which only the job's owner can read.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -2,7 +2,7 @@
 # Serves NeMo-Gym environments to runs, and the runs' policies to the environments.
 #   GYM=VENV bash launch/gym.sh CONFIG[,CONFIG...] [more words for ng_run]
 # VENV is a virtual environment with nemo-gym, which needs Python 3.12. A CONFIG is one of Gym's
-# YAML files, such as resources_servers/mcqa/configs/mcqa.yaml. It prints the setting that a run
+# YAML files, such as resources_servers/mcqa/configs/mcqa.yaml. This prints the setting that a run
 # needs: services.nemo_gym. Runs may come and go; without GYM_HOST they must be on this node.
 set -euo pipefail
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }

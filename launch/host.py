@@ -4,9 +4,9 @@
 
 Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. launch/submit.sh
 calls it if CONTAINER names an image and the machine has no .venv: launch/submit_check.py, which
-needs the project's libraries, then runs only in the job. Of the configuration and its flags, this
+needs the project's libraries, then runs only in the job. From the configuration and the flags, this
 reads the settings that decide how many nodes the job has and when Slurm warns it. Rows must be JSON
-objects, the model a folder with config.json, and the disk must have room.
+objects, the model must be a folder with config.json, and the disk must have room.
 """
 
 import json
@@ -28,7 +28,7 @@ from settings.merging import assigned
 ROOT = Path(__file__).parent.parent
 FREE = 5.0  # checkpoint bytes per byte of the model's files
 NODE_GPUS = 8
-USED: dict[str, int | float | str] = {  # settings that count here, and their defaults
+USED: dict[str, int | float | str] = {  # settings that matter here, and their defaults
     "run_dir": "runs/{time}",
     "model": "models/tiny",
     "data.train": "data/tiny/train.jsonl",
@@ -74,7 +74,7 @@ class Saving(Protocol):
 
 
 def settings(argv: list[str]) -> Settings:
-    """Reads the settings that count from the configuration and the flags over it.
+    """Reads the settings that matter here from the configuration, overridden by the flags.
 
     Raises InputError for a value of the wrong type. Other settings are read in the job.
     """
@@ -96,7 +96,7 @@ def settings(argv: list[str]) -> Settings:
             where = "the command line" if name in flags else path
             kinds = {
                 int: f"a whole number, {least} or more",
-                float: "a number above 0, 1 at most",
+                float: "a number above 0 and at most 1",
                 str: "a text",
             }
             raise InputError(f"{where}: {name} = {value!r}: expected {kinds[type(default)]}")
@@ -116,7 +116,9 @@ def teacher_ranks(written: dict[str, Any], flags: dict[str, str]) -> int:
         try:
             values.append(written.get(name, {}) | json.loads(flags.get(name, "{}")))
         except (ValueError, TypeError):
-            raise InputError(f"{name}: expected a dictionary, on the command line JSON") from None
+            raise InputError(
+                f"{name}: expected a dictionary, or JSON on the command line"
+            ) from None
     teachers, layouts, beside, policy = values
     usual = flags.get("teacher_policy.ranks", policy.get("ranks", 1))
     firsts = {path: name for name, path in reversed(teachers.items())}
@@ -202,15 +204,15 @@ def disk(cfg: Saving) -> Iterator[str]:
     needed = int(FREE * model * (cfg.keep_last + 1))
     if free < needed:
         yield (
-            f"{there}: {free >> 30} GiB are free, {cfg.keep_last + 1} checkpoints need "
+            f"{there}: {free >> 30} GiB are free, but {cfg.keep_last + 1} checkpoints need "
             f"{needed >> 30}: free some, or lower keep_last"
         )
     saves = math.ceil(cfg.steps / (cfg.save_period or cfg.steps))
     left = saves - len(list(Path(cfg.run_dir).glob("step_*/hf")))
     if needed <= free < needed + left * model:
         print(
-            f"note: {there}: {left} exports of {model >> 30} GiB stay, {free - needed >> 30} GiB "
-            "are left: delete exports during the run if no stage needs them"
+            f"note: {there}: {left} exports of {model >> 30} GiB stay, but {free - needed >> 30} "
+            "GiB are left: delete exports during the run if no stage needs them"
         )
 
 
@@ -224,8 +226,8 @@ def main(argv: list[str]) -> None:
         raise InputError(f"model = {cfg['model']!r}: expected a folder that holds config.json")
     if not cfg["save_before"]:
         raise InputError(
-            "save_before = 0: the dry run, which counts the seconds of a step, runs in the job "
-            "alone: set SAVE_BEFORE"
+            "save_before = 0: the dry run, which estimates the seconds of a step, runs only in "
+            "the job: set SAVE_BEFORE"
         )
     rows = [count(path) for path in (cfg["data.train"], cfg["data.val"]) if path]
     for problem in disk(SimpleNamespace(**cfg)):
@@ -236,7 +238,7 @@ def main(argv: list[str]) -> None:
     print(f"  GPUs: {taken}, save_before {cfg['save_before']}")
     nodes = math.ceil(taken / NODE_GPUS)
     here = min(taken, NODE_GPUS)
-    seconds = min(65535, cfg["save_before"])  # Slurm takes 16 bits
+    seconds = min(65535, cfg["save_before"])  # Slurm accepts 16 bits
     print(f"  --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={here} --signal=B:USR1@{seconds}")
 
 

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # Fetches the repository images that rows name, for services.images.
-#   bash launch/images.sh LIST [FOLDER]     FOLDER is data/images
+#   bash launch/images.sh LIST [FOLDER]     default: data/images
 # LIST is ROWS.jsonl, or a file of lines IMAGE [REFERENCE], such as OWNER/NAME@sha256:DIGEST in a
 # registry. Rows of swe_agents get IMAGE.sif, rows of swerl_gen get folders, unless FORMAT is sif or
-# folder. JOBS (4) are fetched at once. Each appears under its name when it is complete, and
-# existing images are kept, so a call resumes where the last one ended. IMAGE.sif.sha256 holds its
-# digest: VERIFY=true compares, and fetches an image that differs again. A .sif in the folder
-# SIF_DIR is copied, and compared with a digest next to it; otherwise it is made from REFERENCE.
-# Without one, OWNER_NAME.sif is OWNER/NAME. DRY_RUN=true prints the commands.
+# folder. JOBS (4) images are fetched at once. Each appears under its name when it is complete,
+# and existing images are kept, so a call resumes where the last one ended. IMAGE.sif.sha256 holds
+# an image's digest: VERIFY=true compares it, and replaces an image that differs. A .sif in the
+# folder SIF_DIR is copied, and compared with a digest next to it; otherwise an image is made from
+# its REFERENCE, which for OWNER_NAME.sif is OWNER/NAME if none is given. DRY_RUN=true prints the
+# commands.
 set -euo pipefail
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 [ $# -ge 1 ] || fail "expected ROWS.jsonl [FOLDER]"
 [ -r "$1" ] || fail "ROWS = '$1': expected a file of rows that can be read"
-[[ ${JOBS:-4} =~ ^[1-9][0-9]*$ ]] || fail "JOBS = '$JOBS': expected how many are fetched at once"
+[[ ${JOBS:-4} =~ ^[1-9][0-9]*$ ]] || fail "JOBS = '$JOBS': expected how many to fetch at once"
 [[ ${FORMAT:-sif} =~ ^(sif|folder)$ ]] || fail "FORMAT = '$FORMAT': expected sif or folder"
 export folder=${2:-data/images}
 names='
@@ -37,7 +38,7 @@ images=$(python3 -c "$names" "$1" | sort -u)
     fail "apptainer is not installed here: its releases have packages for every system"
 mkdir -p "$folder"
 
-is_whole() { # FILE, of which FILE.sha256 is a line of sha256sum
+is_whole() { # FILE; FILE.sha256 holds its line from sha256sum
     [ "$(sha256sum <"$1" | cut -d' ' -f1)" = "$(cut -d' ' -f1 "$1.sha256")" ]
 }
 
@@ -83,4 +84,4 @@ fetch() { # IMAGE REFERENCE FORMAT
 export -f fetch is_whole
 # shellcheck disable=SC2016 # each shell expands its own arguments
 xargs -d '\n' -P "${JOBS:-4}" -I LINE bash -c 'fetch $1' fetch LINE <<<"$images" ||
-    fail "some images are missing: run it again, which continues with those"
+    fail "some images are missing: run this again to fetch only those"

@@ -6,8 +6,8 @@
 JUDGES is a file, or the lines themselves: NAME MODEL GPUS [xCOUNT] [flags of vLLM's server]; `#`
 begins a comment. With counts, that many servers fill the nodes in the order of the lines, each on
 the first node that has room. Without counts, each node cycles through the lines until none fits on
-its remaining GPUs, and each node starts one line after the previous node did; JUDGE_NODES is the
-number of nodes.
+its remaining GPUs, and each node starts with the line after the one that the previous node started
+with; JUDGE_NODES is the number of nodes.
 """
 
 import os
@@ -48,7 +48,7 @@ def read(text: str, gpus: int) -> list[Judge]:
             raise ValueError(f"{line!r}: {error}") from None
         found.append(Judge(name, model, int(size), int(count or 0), words))
         if int(size) > gpus:
-            raise ValueError(f"{name} takes {size} GPUs, a node has {gpus}")
+            raise ValueError(f"{name} takes {size} GPUs, but a node has {gpus}")
     if not found:
         raise ValueError(f"it is empty: expected lines of {EXPECTED}")
     if len({bool(judge.count) for judge in found}) > 1:
@@ -90,7 +90,7 @@ def nodes_of(judges: list[Judge], gpus: int, given: str) -> int:
     """Counts the nodes that serve judges. Raises ValueError if `given`, JUDGE_NODES, differs."""
     if not judges[0].count:
         if not given.isdigit():
-            raise ValueError(f"no line has a count, JUDGE_NODES = {given!r}: expected a number")
+            raise ValueError(f"no line has a count, and JUDGE_NODES = {given!r}: expected a number")
         every = {one.name for node in range(int(given)) for one in in_turn(judges, gpus, node)}
         for judge in judges:
             if judge.name not in every:

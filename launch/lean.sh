@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs Lean and Mathlib into a folder for services.lean; FOLDER/bin/lean compiles a file.
-#   bash launch/lean.sh [FOLDER]     FOLDER is data/lean: 8 GB on a file system that all nodes see
+#   bash launch/lean.sh [FOLDER]     default: data/lean; 8 GB on a file system that all nodes see
 # It needs curl, git and the network, but no root. DRY_RUN=true prints the steps. A call resumes
 # where the last one ended. Versions as in NeMo-Skills' sandbox, which judged the recipe's proofs.
 set -euo pipefail

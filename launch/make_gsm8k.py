@@ -4,10 +4,10 @@
     python launch/make_gsm8k.py OUT gsm8k=A.jsonl math=B.jsonl    one file from several
 
 FOLDER holds train.jsonl and test.jsonl as released in github.com/openai/grade-school-math:
-{"question", "answer"}, the number after `####`. A blend takes such files and files like MATH:
+{"question", "answer"}, with the number after `####`. A blend takes such files and files like MATH:
 {"problem", "answer"}, with `answer` or `expected_answer`. Each file keeps its order and is spread
-evenly over the whole. The name before `=` becomes its rows' `dataset`, by which the metrics are
-split.
+evenly over the whole. The name before `=` becomes the `dataset` of the file's rows, by which the
+metrics are split.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Makes model, image and rows for configs/tiny_swe.py: the model repairs three small bugs.
+"""Makes the model, image and rows for configs/tiny_swe.py: the model repairs three small bugs.
 
     python launch/make_tiny_swe.py            does nothing if models/tiny_swe exists
     python launch/make_tiny_swe.py --force    makes all of it again, in a minute on a laptop
 
-The image is a folder with bash, git and a repository of four scripts (launch/tiny_image.py), of
-which three call a wrong function. An episode is a command, and a word after its output:
+The image is a folder with bash, git and a repository of four scripts (launch/tiny_image.py), three
+of which call a wrong function. An episode is a command, and a word after its output:
 
     user         repair add
     assistant    a call of the tool bash: sed -i s/minus/plus/ add.py
@@ -39,7 +39,7 @@ GUESSES = ("plus", "minus", "times")
 OPEN, CLOSE = '<tool_call>{"name": "bash", "arguments": {"command": "', '"}}</tool_call>'
 PIECES = ["<tool_call>", "</tool_call>", '{"name": "bash", "arguments": {"command": "', '"}}']
 PIECES += [command(name, guess) for name in tiny_image.BUGS for guess in GUESSES]  # one token each
-# The calls of earlier answers are written too; the next message begins where they end.
+# The calls in earlier answers are rendered too; the next message begins where they end.
 TEMPLATE = (
     "{% for m in messages %}{{ '<assistant>' if m.role == 'assistant' else '<user>' }}"
     "{{ m.content }}{% for call in m.tool_calls or [] %}"

@@ -1,4 +1,4 @@
-"""Makes model and pairs for configs/tiny_dpo.py: the model calls tools that are not declared.
+"""Makes the model and pairs for configs/tiny_dpo.py: the model calls tools that are not declared.
 
     python launch/make_tiny_tools.py            does nothing if models/tiny_tools exists
     python launch/make_tiny_tools.py --force    makes all of it again, in two minutes on a laptop

@@ -34,7 +34,7 @@ VARIABLES = {
     "mem": "SBATCH_MEM_PER_NODE",
 }
 WANDB = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY"}  # one table for all profiles
-# Keys for other executors, or without meaning for one task per node.
+# Keys for other executors, or keys that mean nothing with one task per node.
 IGNORED = (
     "extends",
     "env_vars",
@@ -62,7 +62,9 @@ def find() -> Path:
     for path in paths:
         if path.is_file():
             return path
-    fail(f"no {paths[0]}, nor one above it: expected profiles as in launch/env.example.toml")
+    fail(
+        f"there is no {paths[0]}, nor one above it: expected profiles as in launch/env.example.toml"
+    )
 
 
 def profile(every: dict[str, Toml], name: str, seen: tuple[str, ...] = ()) -> dict[str, Toml]:
@@ -87,9 +89,9 @@ def table(keys: dict[str, Toml], name: str) -> dict[str, Toml]:
     """Returns a table by its name, empty if it is missing. Ends the program for any other value."""
     found = keys.get(name, {})
     if not isinstance(found, dict):
-        fail(f"{name} = {found!r} of env.toml: expected a table")
+        fail(f"{name} = {found!r} in env.toml: expected a table")
     if odd := [key for key in found if not key.isidentifier()]:
-        fail(f"[{name}] of env.toml has {odd[0]!r}: expected a variable's name")
+        fail(f"[{name}] in env.toml has {odd[0]!r}: expected a variable's name")
     return found
 
 
@@ -114,7 +116,7 @@ def variables(keys: dict[str, Toml]) -> dict[str, str]:
 def text(key: str, value: Toml) -> str:
     """Returns a text or a number as text. Ends the program for any other value."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        fail(f"{key} = {value!r} of env.toml: expected a text or a number")
+        fail(f"{key} = {value!r} in env.toml: expected a text or a number")
     return str(value)
 
 
@@ -127,7 +129,7 @@ def main(name: str) -> None:
         fail(f"{path}: {error}")
     board = table(every, "wandb")
     if unknown := sorted(board.keys() - WANDB.keys()):
-        fail(f"[wandb] of env.toml has {', '.join(unknown)}: expected {', '.join(WANDB)}")
+        fail(f"[wandb] in env.toml has {', '.join(unknown)}: expected {', '.join(WANDB)}")
     found = {WANDB[key]: text(key, value) for key, value in board.items()}
     for variable, value in (found | variables(profile(every, name))).items():
         if not os.environ.get(variable):

@@ -9,7 +9,7 @@
 #
 # A node's ports are one of 40 bands below 32768, where the kernel begins to hand out ports. A band
 # is taken by a lock that ends with Ray's processes, and given up for the next if Ray cannot bind in
-# it: no program picks a free port that another may bind a moment later.
+# it, so no program picks a free port that another may bind a moment later.
 set -euo pipefail
 code=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mode=$1 folder=$2 name=${SLURMD_NODENAME:-$HOSTNAME}

@@ -4,8 +4,8 @@
 #   DEVICE=cpu bash launch/setup.sh    a .venv keeps its build: another DEVICE is refused
 #   bash launch/setup.sh test       also the tests' libraries
 #   bash launch/setup.sh chemistry  also the libraries that answers' code uses for molecules
-#   bash launch/setup.sh megatron   also the kernels for policy.kind = "megatron", compiled here for
-#                                   an hour or so: they need g++ and the CUDA toolkit 13.0
+#   bash launch/setup.sh megatron   also the kernels for policy.kind = "megatron"; compiling them
+#                                   takes about an hour, g++ and the CUDA toolkit 13.0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # without .pyc files every process recompiles 5,000 modules
@@ -48,7 +48,7 @@ install "requirements/$DEVICE.txt" installed requirements.txt "requirements/$DEV
 [ "${1:-}" = megatron ] || exit 0
 
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
-[ "$DEVICE" = gpu ] || fail "DEVICE = '$DEVICE': expected gpu, as kernels are compiled for GPUs"
+[ "$DEVICE" = gpu ] || fail "DEVICE = '$DEVICE': expected gpu: kernels are compiled for GPUs"
 export CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 lacking=()
 command -v g++ >/dev/null || lacking+=(g++)

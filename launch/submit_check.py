@@ -8,8 +8,8 @@ and a line for each check. Exit status: 0 if all is well, 1 if something must be
 has finished.
 
 The machine that submits may lack what the nodes have. So libraries, GPUs, limits and services are
-checked only in a job (SLURM_JOB_ID), or with GRPO_EXECUTOR=local, when this machine runs it. Before
-a job is submitted, a run in the same folder may still be alive: the job waits for it.
+checked only in a job (SLURM_JOB_ID), or with GRPO_EXECUTOR=local, when the run uses this machine.
+Before a job is submitted, a run in the same folder may still be alive: the job waits for it.
 """
 
 import contextlib
@@ -125,14 +125,14 @@ def gpus(cfg: "TrainingSettings | None" = None) -> Iterator[str]:
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        yield f"Slurm granted {granted} GPUs, and nvidia-smi fails: {error}"
+        yield f"Slurm granted {granted} GPUs, but nvidia-smi fails: {error}"
         return
     versions = found.stdout.split()
     if len(versions) < int(granted):
-        yield f"Slurm granted {granted} GPUs, nvidia-smi shows {len(versions)}"
+        yield f"Slurm granted {granted} GPUs, but nvidia-smi shows {len(versions)}"
     elif int(versions[0].partition(".")[0]) < OLDEST_DRIVER and (why := torch_refuses()):
         yield (
-            f"NVIDIA's driver is {versions[0]}, CUDA 13 needs {OLDEST_DRIVER}, or its "
+            f"NVIDIA's driver is {versions[0]}, but CUDA 13 needs {OLDEST_DRIVER}, or its "
             f"compatibility libraries (the package cuda-compat-13-0); torch: {why}"
         )
 
@@ -151,7 +151,7 @@ def torch_refuses() -> str:
 
 
 def compilers(cfg: "TrainingSettings | None" = None) -> Iterator[str]:
-    """Compilers of kernels at their first use, on a node whose GPUs Slurm granted."""
+    """Compilers for kernels built at first use, on a node whose GPUs Slurm granted."""
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
         return
     known = (os.environ.get("CC", ""), "gcc", "clang")  # in Triton's order (runtime/build.py)
@@ -168,7 +168,7 @@ def compilers(cfg: "TrainingSettings | None" = None) -> Iterator[str]:
     compiles = has_nvcc and shutil.which("ninja", path=beside)
     if not compiles and not importlib.util.find_spec("flashinfer_cubin"):
         print(
-            "note: vLLM goes without FlashInfer's kernels, which are faster: there is no "
+            "note: vLLM runs without FlashInfer's kernels, which are faster: there is no "
             "nvcc (CUDA_HOME) or ninja, nor the library flashinfer-cubin"
         )
 
@@ -222,7 +222,7 @@ def variables(cfg: "TrainingSettings") -> Iterator[str]:
         yield f"PERSISTENT_CACHE = {cache!r} cannot be written to"
     talks = cfg.wandb and os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled")
     if talks and not (os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().exists()):
-        yield "wandb = True, and neither WANDB_API_KEY nor ~/.netrc is there: wandb login"
+        yield "wandb = True, but neither WANDB_API_KEY nor ~/.netrc is there: wandb login"
 
 
 def sentences(check: Callable[..., Iterator[str]]) -> str:

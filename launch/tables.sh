@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fetches the five tables of workplace_assistant's office from the NeMo-Gym package.
-#   bash launch/tables.sh [FOLDER]     FOLDER, data/workplace, is services.workplace
+#   bash launch/tables.sh [FOLDER]     FOLDER, by default data/workplace, is services.workplace
 # DRY_RUN=true prints what would be done. Existing tables are left as they are.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -14,7 +14,7 @@ if [ -s "$folder/$table.csv" ]; then
     exit
 fi
 if [ "${DRY_RUN:-false}" = true ]; then
-    echo "would take $inside of $package into $folder"
+    echo "would copy $inside from $package to $folder"
     exit
 fi
 aside=$(mktemp -d)

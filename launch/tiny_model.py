@@ -30,7 +30,7 @@ WARMUP = 30  # steps
 
 
 def prepare(seed: int) -> None:
-    """Seeds torch, and leaves half of the processors to others.
+    """Seeds torch, and leaves half of the CPU cores to others.
 
     With more threads than free cores, training would take many times longer.
     """
@@ -68,7 +68,7 @@ def make_tokenizer(
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, **sizes) -> Qwen3ForCausalLM:
-    """Makes a Qwen3 of a million parameters, by default.
+    """Makes a Qwen3, with a million parameters by default.
 
     head_dim 32 is the smallest that vLLM's CPU kernels support.
     """
@@ -92,7 +92,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, **sizes) -> Qwen3ForCausalLM:
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes a model's folder; its weights come last."""
+    """Writes a model's folder; the weights are written last."""
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 

@@ -3,10 +3,11 @@
     VENV/bin/python launch/verifiers_hub.py FILE.toml...
     VENV/bin/python launch/verifiers_hub.py rows 1000 FILE.toml > data/FILE.jsonl
 
-VENV has requirements/hub.txt and the environments' packages. A FILE.toml is a file for `vf-eval @
-FILE.toml`; [env] is read. Its rows have the agent `verifiers.FILE`, and in `task` the library's own
-description of a task. HUB_HOST and HUB_PORT are the hub's address, HUB_AT_ONCE the number of
-episodes that may run at once. The hub prints the setting that a run needs: services.nemo_gym.
+VENV has the packages of requirements/hub.txt and those of the environments. A FILE.toml is a file
+for `vf-eval @ FILE.toml`; only its [env] is read. Its rows have the agent `verifiers.FILE`, and in
+`task` the library's own description of a task. HUB_HOST and HUB_PORT are the hub's address,
+HUB_AT_ONCE the number of episodes that may run at once. The hub prints the setting that a run
+needs: services.nemo_gym.
 
 verifiers runs the episode, with its own harness, tools and rewards. It calls the policy at the
 address in the row (envs/gym/nemo_gym.py), and everything that the policy writes is trained on. So
@@ -49,7 +50,7 @@ def environment(file: str) -> vf.Env:
     for what in (config, roles[policy[0]]):
         if what.retries.max_retries or what.retries.rules:
             raise ValueError(
-                f"{file}: retries = {what.retries}, expected none: the run tries again"
+                f"{file}: retries = {what.retries}, expected none: the run itself retries"
             )
     return env
 
@@ -104,7 +105,7 @@ class Hub:
         row = await request.json()
         name = row["agent_ref"]["name"]
         policy = row["responses_create_params"]["metadata"]["policy"]
-        client = vf.EvalClientConfig(base_url=policy, api_key_var="NO_KEY")  # Prime's stays here
+        client = vf.EvalClientConfig(base_url=policy, api_key_var="NO_KEY")  # not Prime's key
         context = vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig())
         try:
             (slot,) = self.envs[name].slots(task(self.envs[name], row))

@@ -169,7 +169,7 @@ def test_a_disk_has_room_for_checkpoints_and_a_note_counts_the_exports_that_stay
         usage = SimpleNamespace(free=free * gib)
         monkeypatch.setattr(host.shutil, "disk_usage", lambda path, usage=usage: usage)
         assert len(list(host.disk(cfg))) == problems
-        said = "8 exports of 2 GiB stay, 15 GiB are left: delete exports"
+        said = "8 exports of 2 GiB stay, but 15 GiB are left: delete exports"
         assert (said in capsys.readouterr().out) is noted
 
 

@@ -195,7 +195,7 @@ def test_a_profile_that_cannot_be_used_is_named(tmp_path, name, told):
 def test_the_table_of_wandb_has_a_project_and_an_entity(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "PROFILES", PROFILES + 'mode = "offline"\n')
     done = variables(tmp_path, "short")
-    assert done.stderr == "error: [wandb] of env.toml has mode: expected project, entity\n"
+    assert done.stderr == "error: [wandb] in env.toml has mode: expected project, entity\n"
 
 
 def test_the_example_of_profiles_can_be_read(tmp_path, monkeypatch):

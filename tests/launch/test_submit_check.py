@@ -158,7 +158,7 @@ def test_what_compiles_kernels_is_missed_where_gpus_are(monkeypatch, tmp_path, c
     compiler, header = submit_check.compilers(cfg)
     assert "Triton's first kernel would fail: apt-get install gcc" in compiler
     assert header.startswith(f"{tmp_path}/Python.h is missing")
-    assert "vLLM goes without FlashInfer's kernels" in capsys.readouterr().out
+    assert "vLLM runs without FlashInfer's kernels" in capsys.readouterr().out
     (tmp_path / "bin").mkdir()
     for name in ("gcc", "Python.h", "bin/nvcc"):
         (tmp_path / name).touch()
@@ -185,7 +185,7 @@ def test_an_old_driver_is_refused_only_if_torch_cannot_use_a_gpu(tmp_path, monke
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")
     (problem,) = submit_check.gpus()
-    assert problem.startswith("NVIDIA's driver is 570.86, CUDA 13 needs 580, or its compatibility")
+    assert problem.startswith("NVIDIA's driver is 570.86, but CUDA 13 needs 580, or its")
     assert "torch: AssertionError: Torch not compiled with CUDA enabled" in problem
     monkeypatch.setattr(sys, "executable", str(tmp_path / "torch_works"))
     assert not list(submit_check.gpus())
@@ -203,7 +203,7 @@ def test_a_node_that_cannot_serve_ends_the_job_by_name(tmp_path):
     node = ("bash", "launch/ray_cluster.sh", "node", tmp_path)
     assert ran(*node, env=env).returncode == 1
     log = (tmp_path / "node.n7.log").read_text()
-    assert "PROBLEM: Slurm granted 2 GPUs, nvidia-smi shows 1" in log and "try 1" not in log
+    assert "PROBLEM: Slurm granted 2 GPUs, but nvidia-smi shows 1" in log and "try 1" not in log
     waits = ran("bash", "launch/ray_cluster.sh", "wait", tmp_path, "2", env=env)
     assert waits.returncode == 1 and "error: n7 is not part of the Ray cluster" in waits.stderr
     assert "nvidia-smi shows 1" in waits.stderr
