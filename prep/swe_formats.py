@@ -85,7 +85,7 @@ class Issue(NamedTuple):
         return given if isinstance(given, str) else ""
 
     def completed(self, other: dict[str, Any]) -> "Issue":
-        """Returns the record with the fields of another record that it lacks."""
+        """Returns the record, with the fields that it lacks taken from another record."""
         return self._replace(fields={**filled(other), **self.fields})
 
     def text(self, name: str, expected: str = "a text") -> str:

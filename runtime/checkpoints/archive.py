@@ -171,7 +171,7 @@ def read_groups(path: str) -> tuple:
 
 
 def _check_sizes(columns: dict[str, np.ndarray]) -> None:
-    """Raises ValueError unless each column is as long as the samples' lengths or ends say."""
+    """Raises ValueError unless each column has the length that lengths or ends give."""
     lengths = columns["length"]
     if (lengths < 0).any() or (columns["group"] < 0).any():
         raise ValueError("lengths and groups must be 0 or more")

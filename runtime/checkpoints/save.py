@@ -1,4 +1,4 @@
-"""Writes checkpoints: folders that are whole or not there. resume.py chooses one to load.
+"""Writes checkpoints: folders that are complete or absent. resume.py chooses one to load.
 
 A checkpoint is written aside, flushed to the disk, renamed, and marked last. The marker holds the
 size and CRC-32 of every file, so a truncated, half-written or bit-flipped checkpoint is recognised

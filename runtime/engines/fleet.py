@@ -1,4 +1,4 @@
-"""Keeps the engines: starts them, leases them by load, watches them, updates them to each version.
+"""Keeps the engines: starts them, leases them by load, watches them, and updates them.
 
 STARTING --started--> FRESH --update--> SERVING --death, failed update--> LOST
     ^                   ^------cut off------+                               |

@@ -81,7 +81,10 @@ class Cluster:
 
         def leave_or_end() -> None:
             loop.add_signal_handler(signal.SIGINT, interrupt)
-            tqdm.write("Ctrl-C: ends after this step, with a checkpoint; again: at once, with none")
+            tqdm.write(
+                "Ctrl-C: ends after this step, with a checkpoint; "
+                "a second Ctrl-C ends at once, without one"
+            )
             leave("Ctrl-C")
 
         loop.add_signal_handler(signal.SIGINT, leave_or_end)

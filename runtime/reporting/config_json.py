@@ -46,7 +46,7 @@ def settings(cfg: TrainingSettings) -> dict[str, Portable]:
 
 
 def portable(value: Portable) -> Portable:
-    """Converts a setting for JSON, which lacks infinity: that becomes the text "inf"."""
+    """Converts a setting for JSON, which lacks infinity: that becomes the string "inf"."""
     if isinstance(value, dict):
         return {name: portable(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -165,7 +165,7 @@ def component_metrics(answers: "list[SampleInfo]") -> dict[str, float]:
 
 LIMIT = 0.05  # nats at lag 0: exp(0.05) is NeMo-RL's rule of thumb for token_mult_prob_error
 FEW = 0.1  # share of the recent tokens: if fewer are at lag 0, their mean is not used
-RECENT = 10  # steps whose mean describes the present
+RECENT = 10  # steps whose mean describes the current state
 
 
 def gap(mismatch: list[dict]) -> float | None:

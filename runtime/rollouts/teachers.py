@@ -62,7 +62,7 @@ class Station:
         self.queue: deque[Waiting] = deque()
         self.working: asyncio.Task | None = None
         self.watching: asyncio.Task | None = None
-        self.failures = 0  # consecutive ones
+        self.failures = 0  # number of consecutive failures
         self.error: RunError | None = None  # set once the teacher is given up
         self.longest = 0.0  # seconds from a group's end to its score, since the last `take`
         self.busy = 0.0  # seconds of scoring since then
