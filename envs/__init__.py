@@ -5,7 +5,7 @@ blends), and what it does with a row:
 
     single-turn  verify(row, response) -> Reward or a number, plain or async
     multi-turn   async rollout(row, sampler) -> Episode, in place of verify
-    comparison   async score_group(rows, responses) -> list of Rewards, after either or alone
+    comparison   async score_group(rows, responses) -> list of Rewards, alone or after either
 
 `response` is a `str` that also holds the thought and calls parsed from it (rollout/response.py).
 
@@ -19,7 +19,7 @@ data_prep.py calls further optional functions of an environment's module:
 
     place(agent)       returns the address of an agent's server; raises OSError or ValueError
     refusal(row)       returns why a row that was just made could not be judged; "" if it could
-    flaw(row), async   tries a row's own solution; returns why the row cannot teach; "" if it can
+    flaw(row), async   tries a row's own solution; returns why nothing can be learned from it, or ""
 """
 
 import reprlib
@@ -74,7 +74,7 @@ def require(good: object, path: str, value: object, expected: str) -> None:
 
 
 def final_text(response: str) -> str:
-    """Returns the text to judge, stripped: a Response's content, or all after `</think>`."""
+    """Returns the text to judge, stripped: a Response's content, or what follows `</think>`."""
     content = response.content if isinstance(response, Response) else response
     return content.rpartition("</think>")[2].strip()
 

@@ -90,9 +90,9 @@ def first(items: Iterable[T], number: int, label_of: Callable[[T], str]) -> Iter
 
 
 def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
-    """Yields for each row the answers given with -a, or else the answer in its field.
+    """Yields for each row the answers given with -a, or else the answer in one of its fields.
 
-    A row without a reference answer is named and left out. Raises InputError if the field given
+    A row without a reference answer is reported and left out. Raises InputError if the field given
     with -f holds no answer.
     """
     for row in rows:
@@ -182,11 +182,11 @@ def main(argv: list[str]) -> None:
         if not hasattr(module, "verify"):
             rows = [row for row in rows if row["agent_ref"]["name"] != name]
             if hasattr(module, "rollout"):
-                print(f"{name}: not tried, its `rollout` of several turns needs a model")
+                print(f"{name}: not tried, its multi-turn `rollout` needs a model")
             else:
-                print(f"{name}: not tried, it compares the answers of a group")
+                print(f"{name}: not tried, it compares the answers in a group")
         elif hasattr(module, "rollout") or hasattr(module, "score_group"):
-            print(f"{name}: only `verify` is tried, which does not decide alone in training")
+            print(f"{name}: only `verify` is tried; in training it does not decide alone")
     rows = [*served(rows, args.file)]
     if args.rollouts:
         answers = first(read_rollouts(args.rollouts, rows), args.number, lambda a: label(a.row))
@@ -224,7 +224,7 @@ def served(rows: Sequence[dict], path: str) -> Iterator[dict]:
 
 
 def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:
-    """Yields the last answer of each rollout in a rollouts.jsonl whose prompt matches its row.
+    """Yields the last answer of each rollout whose prompt matches its row, from a rollouts.jsonl.
 
     Raises InputError if a line is not a rollout, or if no rollout belongs to these rows.
     """
@@ -241,13 +241,14 @@ def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:
             raise InputError(f"{path}:{number}: expected a rollout: {error!r}") from None
         messages = chat(row["responses_create_params"]["input"]) if row else []
         asked = messages[-1]["content"] if messages else ""
-        # Rows in the run's other data file have the same line numbers. Templates may change blanks.
+        # Rows in the run's other data file have the same line numbers. Templates may change white
+        # space.
         if row and "".join(asked.split()) in "".join(prompt.split()):
             found = True
             opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
             yield Answer(row, opening + text, f"{path}:{number}", reward)
     if not found:
-        raise InputError(f"{path}: holds no rollouts of these rows, expected at least one")
+        raise InputError(f"{path}: holds no rollouts for these rows, expected at least one")
 
 
 if __name__ == "__main__":

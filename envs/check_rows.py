@@ -53,11 +53,11 @@ def check_row(row: Any) -> None:
     require(is_count, "compactions", most, "a whole number, 0 or more")
     module = registry.environment(get(row, "agent_ref.name", str, "the name of an environment"))
     if most and not hasattr(module, "rollout"):
-        raise ValueError(f"compactions is {most}, expected none: its environment has one turn")
+        raise ValueError(f"compactions is {most}, expected none: its environment has only one turn")
     if hasattr(module, "verify") and (has := other_arguments(module.verify)):
         raise ModuleError(
             f"{module.__file__} defines verify{has}, "
-            "expected verify(row, response), the reward of one answer"
+            "expected verify(row, response), the reward for one answer"
         )
     some = has_text(items) or (not items and getattr(module, "ALLOWS_EMPTY_INPUT", False))
     require(some, at + "input", items, "at least one message that holds text")
@@ -73,7 +73,7 @@ def check_row(row: Any) -> None:
 
 @functools.cache
 def other_arguments(judge: Callable) -> str:
-    """Returns the signature of a `verify` unlike ours, such as a TRL reward function, or ""."""
+    """Returns the signature of a `verify` that differs from ours, such as TRL's; else ""."""
     takes = inspect.signature(judge)
     try:
         takes.bind("row", "response")
@@ -102,7 +102,7 @@ def load_rows(path: str, cfg: "RunSettings") -> Sequence[dict]:
     A line that is malformed, names an unknown environment, or is longer than the model allows is
     left out; such lines are counted on the terminal. Raises InputError naming file, line and field
     if more than `data.max_bad_rows` lines are bad, if none is good, if the model's chat template
-    refuses the first good one, or if vLLM cannot use the parsers of `services`.
+    refuses the first good one, or if vLLM cannot use the parsers that `services` names.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{Path(path).resolve()}: expected a JSONL file, not a folder or a pipe")
@@ -118,7 +118,7 @@ def load_rows(path: str, cfg: "RunSettings") -> Sequence[dict]:
 
 
 def use_services(named: Services, model: str) -> None:
-    """Sets what environments use. Raises InputError if a parser cannot be used with the model."""
+    """Sets the environments' services. Raises InputError if the model cannot use a parser."""
     services.configure(named)
     if problem := parsers.problem(named, model):
         raise InputError(problem)
@@ -129,9 +129,9 @@ def read_rows(
 ) -> tuple[Sequence[dict], list[dict]]:
     """Returns the good rows of a JSONL file, and the errors in the others.
 
-    Without `cfg` prompts may have any length. Raises InputError if more than `allowed` rows, or
-    all, are bad, if an environment's module cannot be used, or if rows to train on compare answers
-    but the run gives them only one. Validation leaves such rows out.
+    Without `cfg`, prompts may have any length. Raises InputError if more than `allowed` rows, or
+    all, are bad, if an environment's module cannot be used, or if training rows compare answers but
+    the run generates only one answer for each. Validation leaves out such rows.
     """
     single = single_answers(path, cfg) if cfg else ""
     alone: Counter[str] = Counter()  # rows that lack a second answer, by agent
@@ -157,7 +157,7 @@ def read_rows(
 
 
 def single_answers(path: str, cfg: "RunSettings") -> str:
-    """Returns the setting that gives rows of this file one answer each; "" if they get more."""
+    """Returns the setting that gives rows in this file one answer each; "" if they get more."""
     if path == cfg.data.val and cfg.data.val_samples < 2:
         return "data.val_samples"
     is_compared = path == cfg.data.train and getattr(cfg, "verify", True)

@@ -15,8 +15,8 @@ def needs_of(row: dict) -> tuple[Need, ...]:
 
 
 # The strings that a module's `needs` may return besides "judges.NAME". A service that only one
-# family of environments needs (Lean, the office's tables, a NeMo-Gym server) is a Need in its
-# module.
+# family of environments needs (Lean, the office's tables, a NeMo-Gym server) is a Need in that
+# family's module.
 NAMED = {
     need.name: need
     for need in (
@@ -43,6 +43,6 @@ def _as_need(found: Need | str, agent: str) -> Need:
     file = registry.environment(agent).__file__
     names = ", ".join([*NAMED, "judges.NAME"])
     raise ModuleError(
-        f"{file}: needs returned {found!r:.100}, expected Needs (envs/services.py; an environment "
-        f"has its own in its modules, as envs/proofs/lean_source.py), or {names}"
+        f"{file}: needs returned {found!r:.100}, expected Needs (envs/services.py; a family has "
+        f"its own in its modules, for example in envs/proofs/lean_source.py), or {names}"
     )

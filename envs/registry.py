@@ -64,10 +64,10 @@ def only_compares(name: str) -> bool:
 async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     """Rolls out the row once for each sampler, and returns the scored episodes.
 
-    In a single-turn environment the first sampler generates all answers. If a comparison fails,
+    In a single-turn environment, the first sampler generates all answers. If a comparison fails,
     the next call compares the same answers, which the samplers' drafts hold. Raises what the
-    environment raises, TypeError if it returns no reward, and ValueError for an episode without
-    turns.
+    environment raises, and also TypeError if it returns no reward, and ValueError for an episode
+    without turns.
     """
     from rollout.episode import Episode
 
@@ -115,8 +115,8 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
 async def verify(row: dict, response: str) -> Reward:
     """Returns the verdict from the row's environment, whose `verify` may be plain or async.
 
-    A plain function runs in its own thread, as it may block. Raises TypeError if the verdict is
-    neither a Reward nor a number.
+    A plain function runs in its own thread, because it may block. Raises TypeError if the verdict
+    is neither a Reward nor a number.
     """
     name = row["agent_ref"]["name"]
     judge = environment(name).verify
@@ -146,7 +146,7 @@ def _as_reward(name: str, verdict: Reward | float) -> Reward:
 
 
 def _builtin(value: Any) -> Any:
-    """Converts numpy scalars to Python values, as JSON refuses them, and numpy's bool is no int."""
+    """Converts numpy scalars to Python values: JSON refuses them, and numpy's bool is no int."""
     is_scalar = type(value).__module__ == "numpy" and value.ndim == 0
     return value.item() if is_scalar else value
 
@@ -204,7 +204,7 @@ def declared(path: Path) -> tuple[str, ...]:
 def _literal_names(node: ast.stmt) -> tuple[str, ...] | None:
     """Returns the strings in a literal tuple or list that a statement assigns; else None.
 
-    `AGENTS += ...` is refused, as its value depends on earlier statements.
+    `AGENTS += ...` is refused, because its value depends on earlier statements.
     """
     if not isinstance(node, ast.Assign | ast.AnnAssign):
         return None

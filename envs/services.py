@@ -28,7 +28,8 @@ class Away(CheckerError):
 class Need:
     """Something outside this program that judging a row requires."""
 
-    name: str  # in reports and metrics: "sandbox", "judges.general"; those with one name are equal
+    # In reports and metrics: "sandbox", "judges.general". Needs with the same name are equal.
+    name: str
     check: Callable[[], str] = field(compare=False)  # returns a problem and its remedy, or ""
     called: str = field(default="", compare=False)  # in error messages, in place of the name
     # True if the nodes of a job may have it although the machine that submits the job lacks it.
@@ -53,7 +54,7 @@ class Limits(NamedTuple):
 class Report(NamedTuple):
     """Outages and failures of judges and other services, as seen by this process."""
 
-    away: dict[str, str]  # by need, "judges.NAME": its addresses, how long, the last failure
+    away: dict[str, str]  # by need, "judges.NAME": its addresses, the time away, the last failure
     failures: Counter[str]  # by "NAME/REASON", since this process started
 
 
@@ -100,7 +101,7 @@ TOOL_PARSER = setting("tool_parser", "a parser of calls")
 
 @contextlib.contextmanager
 def granting(is_granted: Callable[[Need], bool]) -> Iterator[None]:
-    """Skips the check of each Need for which `is_granted` returns True, inside the block."""
+    """Skips, inside the block, the check of each Need for which `is_granted` returns True."""
     _granted.append(is_granted)
     try:
         yield
@@ -109,7 +110,7 @@ def granting(is_granted: Callable[[Need], bool]) -> Iterator[None]:
 
 
 def report() -> Report:
-    """Returns the reports of all mechanisms together."""
+    """Returns the combined report of all mechanisms."""
     away: dict[str, str] = {}
     failures: Counter[str] = Counter()
     for report_of_mechanism in REPORTS:

@@ -1,4 +1,4 @@
-"""Recognises the tool calls that model families write, by the names of vLLM's tool parsers."""
+"""Recognises the tool calls that model families write; forms have the names of vLLM's parsers."""
 
 import json
 import re
@@ -46,9 +46,9 @@ class LlamaForm(NamedTuple):
     """Llama 3's calls: {"name": ..., "parameters": {...}}; ..., after any text."""
 
     def read(self, content: str) -> Calls | None:
-        """Returns the complete calls in a content; None if one is broken.
+        """Returns the complete calls in a message's content; None if one is broken.
 
-        Without `<|python_tag|>` an object that has no parameters is an answer in JSON.
+        Without `<|python_tag|>`, an object that has no parameters is an answer in JSON.
         """
         before, tag, text = content.rpartition(PYTHON_TAG)
         text = text.strip()
@@ -82,13 +82,13 @@ def is_object(text: str) -> bool:
 
 
 def count_mistral(body: str) -> int:
-    """Counts calls after a `[TOOL_CALLS]`: a list in JSON, or NAME and arguments."""
+    """Counts the calls after a `[TOOL_CALLS]`: a JSON list, or a name and arguments."""
     named = MISTRAL_CALL.fullmatch(body)
     return is_object(named[1]) if named else count_json(body)
 
 
 def count_all(call: re.Pattern[str]) -> Callable[[str], int]:
-    """Returns a function that counts consecutive calls; group 1 of `call` is arguments in JSON."""
+    """Returns a function that counts consecutive calls; group 1 of `call` holds JSON arguments."""
 
     def count(body: str) -> int:
         at = found = 0
@@ -104,7 +104,7 @@ def count_all(call: re.Pattern[str]) -> Callable[[str], int]:
 
 
 def count_glm(body: str) -> int:
-    """Returns 1 for a call as GLM 4.5 and later write it, else 0."""
+    """Returns 1 for a call in the form that GLM 4.5 and later write, else 0."""
     return int(bool(GLM_CALL.fullmatch(body)))
 
 

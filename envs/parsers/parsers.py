@@ -4,11 +4,11 @@
 
 If services.reasoning_parser or tool_parser names a parser, the server starts with the first answer;
 otherwise tags are read (rollout/answer_markup.py), and vLLM is not imported. Some of vLLM's parsers
-need quadratic time, and no thread can end them: a fork that uses CPU_SECONDS for one answer is
-killed, and the answer counts as malformed.
+need quadratic time, and no other thread can stop them: a fork that uses CPU_SECONDS for one answer
+is killed, and the answer counts as malformed.
 
 A call is complete if it has the named parser's form (FORMS in forms.py), and if the parser read
-every call of the text. vLLM's parsers silently mend or drop broken calls, so NeMo-RL's check, which
+every call in the text. vLLM's parsers silently mend or drop broken calls, so NeMo-RL's check, which
 looks for markup that a parser left in the text, would accept them.
 """
 
@@ -86,7 +86,7 @@ def problem(named: Services, model: str) -> str:
 
 @functools.cache
 def server(*names: str) -> "Server":
-    """Returns the one server of these parsers in this process."""
+    """Returns this process's only server for these parsers."""
     return Server(names)
 
 
@@ -101,7 +101,8 @@ class Server:
     async def ask(self, request: str) -> dict | None:
         """Returns the fields of a Response; None if a parser raised, or took too long.
 
-        If the process dies, a new one is asked once more. Raises CheckerError if that dies as well.
+        If the process dies, the request goes to a new one. Raises CheckerError if that dies as
+        well.
         """
         return await asyncio.wrap_future(self.thread.submit(self._ask, request))
 
@@ -165,7 +166,7 @@ def serve() -> None:
     *names, seconds = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # text that a library prints is not an answer
-        logging.disable(logging.CRITICAL)  # as libraries log each answer that cannot be parsed
+        logging.disable(logging.CRITICAL)  # libraries log each answer that cannot be parsed
         try:
             parse = make_parse(*names)
             parse("", None, {})
@@ -183,12 +184,12 @@ def serve() -> None:
 
 
 def killed_by_timer(pid: int) -> bool:
-    """Waits for the end of a fork; returns whether its timer ended it."""
+    """Waits for a fork to end; returns whether its timer ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGPROF
 
 
 def attend(parse: Parse, answers: TextIO, seconds: float) -> None:
-    """Runs a fork: writes one parsed answer for each line, null if a parser raised."""
+    """Runs a fork: writes one parsed answer for each line, or null if a parser raised."""
     for line in iter(sys.stdin.readline, ""):
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
@@ -280,7 +281,7 @@ def malformed(
 
 
 def feed_in_pieces(parser: "Parser") -> None:
-    """Makes a parser that vLLM wrote for streams take a long text in linear time.
+    """Makes a parser that vLLM wrote for streaming read a long text in linear time.
 
     Its lexer copies the entire rest of the text for each tag, and streamed arguments are converted
     again for each tag.

@@ -225,15 +225,15 @@ def test_an_asynchronous_verify_is_awaited_and_timed(project):
 def test_an_environment_of_several_turns_is_said_not_to_be_tried(project):
     reward(project, "async def rollout(row, sampler): ...")
     out = try_rows(project)
-    told = "my_reward: not tried, its `rollout` of several turns needs a model"
+    told = "my_reward: not tried, its multi-turn `rollout` needs a model"
     assert out.splitlines()[1:] == [told]
     reward(project, "async def score_group(rows, answers): ...")
     out = try_rows(project)
-    assert out.splitlines()[1:] == ["my_reward: not tried, it compares the answers of a group"]
+    assert out.splitlines()[1:] == ["my_reward: not tried, it compares the answers in a group"]
     both = "def verify(row, response): return 1\nasync def score_group(rows, answers): ..."
     reward(project, both)
     out = try_rows(project)
-    assert "my_reward: only `verify` is tried, which does not decide alone in training" in out
+    assert "my_reward: only `verify` is tried; in training it does not decide alone" in out
     assert "3 tried, mean reward 1 " in out
 
 
@@ -259,7 +259,7 @@ def test_answers_of_a_run_are_judged_again(project):
     assert "3 tried, mean reward 0.3667, in the run 0.5 (0 to 1);" in out
     write_rows(project / "rollouts.jsonl", lines[3:])
     told = problem(project, "train.jsonl", "-r", "rollouts.jsonl")
-    assert told == "rollouts.jsonl: holds no rollouts of these rows, expected at least one"
+    assert told == "rollouts.jsonl: holds no rollouts for these rows, expected at least one"
     told = problem(project, "train.jsonl", "-r", "train.jsonl")
     assert told == "train.jsonl:1: expected a rollout: KeyError('row')"
     told = problem(project, "train.jsonl", "-r", "rollouts.jsonl", "-a", "42")

@@ -379,7 +379,7 @@ def test_a_summary_that_no_answer_follows_begins_no_sequence(tokenizer):
 @pytest.mark.parametrize(("value", "agent", "says"), [
     (True, "workplace_assistant_simple_agent", "compactions is True, expected a whole number"),
     (-1, "workplace_assistant_simple_agent", "compactions is -1, expected a whole number"),
-    (2, "mcqa_simple_agent", "compactions is 2, expected none: its environment has one turn"),
+    (2, "mcqa_simple_agent", "compactions is 2, expected none: its environment has only one turn"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_summed_up_is_refused(value, agent, says):
     row = asking("?", agent, compactions=value)

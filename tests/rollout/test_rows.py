@@ -252,7 +252,7 @@ def test_rows_that_only_compare_are_not_trained_on_one_answer(environment, cfg, 
     ("raise ValueError('two\\nlines')", r"{path}:2: ValueError: two lines"),
     ("def verfy(row, response): ...", r"{path} defines no reward, expected a function verify\("),
     ("def verify(completions, **_): ...", r"{path} defines verify\(completions, .*, expected v"),
-    ("def verify(prompts, completions, a): ...", r"{path} defines verify\(prompts, .*reward of"),
+    ("def verify(prompts, completions, a): ...", r"{path} defines verify\(prompts, .*reward for"),
     ("async def verify(completions, a, **_): ...", r"{path} .* expected verify\(row, response\)"),
 ])  # fmt: skip
 def test_a_broken_environment_is_one_line_with_its_place(environment, cfg, tmp_path, text, problem):
