@@ -1,4 +1,4 @@
-"""Limits, by a node's memory, how many boxes all its processes hold at once.
+"""Limits how many boxes a node's processes hold at once, according to its memory.
 
 A box's changed files are held in memory. Together, the changed files of all boxes may take up half
 of the node's memory: 128 boxes of 2 GiB at once in 512 GiB. The rest is for engines, trainers and
@@ -7,8 +7,8 @@ number of boxes. A box beyond the limit waits for up to a quarter of the time th
 take.
 
 A place is a name among the kernel's abstract sockets, which only one process can hold at a time,
-and which it loses when it ends. So no count can be wrong, and nothing is left behind. Each user has
-separate places.
+and which that process loses when it ends. So no count can be wrong, and nothing is left behind.
+Each user has separate places.
 
 This is not an environment itself: envs/boxes/box.py uses it.
 """
@@ -31,7 +31,7 @@ from envs.services import CheckerError
 VARIABLE = "GRPO_BOXES"
 SHARE = 0.5  # share of the node's memory for the boxes' changed files
 WAIT = 0.25  # share of the time that a rollout may take
-LOOK = 0.2  # seconds between two looks for a place
+LOOK = 0.2  # seconds between two attempts to get a place
 # The boxes that wait in this process take turns, by event loop.
 _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
     weakref.WeakKeyDictionary()
@@ -39,7 +39,7 @@ _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
 
 
 class Full(CheckerError):
-    """Raised if no box on the node ended in time: waiting again means queueing up again."""
+    """Raised if no box on the node ended in time: a retry joins the end of the queue."""
 
 
 @contextlib.asynccontextmanager
@@ -59,7 +59,7 @@ async def admitted(disk: int) -> AsyncIterator[None]:
         WAIT * services.limits().seconds,
         "a place for a box on this node",
         waits(),
-        lambda: f"{most} are open, the limit: {VARIABLE} sets another number",
+        lambda: f"{most} are open, which is the limit: {VARIABLE} sets another",
         late=Full,
     )
     with place:
@@ -113,6 +113,6 @@ def problem(disk: int) -> str:
     if available < disk:
         return (
             f"this node has {available >> 20} MiB of memory, "
-            f"the files that one box changes may take {disk >> 20}"
+            f"but the files that one box changes may take {disk >> 20}"
         )
     return ""

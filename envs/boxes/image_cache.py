@@ -1,14 +1,14 @@
 """Keeps copies of images on a node's disk, for the boxes of all its processes.
 
-GRPO_IMAGE_CACHE names a folder on that disk; without it images are read where they lie.
+GRPO_IMAGE_CACHE names a folder on that disk; without it, images are read in place.
 GRPO_IMAGE_CACHE_GIB limits the total size of the copies; if it is not set, the limit is half of the
 disk. If another copy does not fit, the least recently used copies are removed, except copies in
 use.
 
 A copy is a file, NAME-DIGEST.sif; its timestamp shows its last use. Its readers hold a shared lock
-on it, and a process that writes or removes it holds an exclusive one: the kernel releases them when
-a process ends. It is written as NAME-DIGEST.partial, compared with the digest of launch/images.sh,
-and renamed.
+on it, and a process that writes or removes it holds an exclusive one: the kernel releases these
+locks when their process ends. A copy is written as NAME-DIGEST.partial, checked against the digest
+that launch/images.sh wrote, and renamed.
 
 This is not an environment itself: envs/boxes/box.py uses it.
 """
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 FOLDER, MOST = "GRPO_IMAGE_CACHE", "GRPO_IMAGE_CACHE_GIB"
 SHARE = 0.5  # share of the disk
 COPY = 900.0  # seconds that a copy may take, by this process or another
-LOOK = 0.1  # seconds between two looks at a copy that another process writes
+LOOK = 0.1  # seconds between two checks of a copy that another process is writing
 PART = 1 << 22  # bytes copied at once
 LONGEST = 150  # characters of an image's name that are used
-_noted: list[str] = []  # why images are read where they lie, once that has been logged
+_noted: list[str] = []  # why images are read in place, once that has been logged
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +60,7 @@ async def near(image: Path) -> AsyncIterator[Path]:
     except OSError as error:
         if not _noted:
             _noted.append(str(error))
-            log.warning("images are read where they lie, %s has no copy: %s", folder, error)
+            log.warning("images are read in place, because %s has no copy: %s", folder, error)
         yield image
         return
     with copy:
@@ -74,7 +74,7 @@ def _give_up(making: asyncio.Future[BinaryIO]) -> None:
 
 
 def copy_of(image: Path, folder: Path) -> BinaryIO:
-    """Returns an image's copy, in use while it is open. Raises OSError if none can be made.
+    """Returns an image's copy, locked while it is open. Raises OSError if none can be made.
 
     Raises CheckerError if the image differs from its digest.
     """
@@ -95,11 +95,11 @@ def copy_of(image: Path, folder: Path) -> BinaryIO:
                 _write(image, digest, new, whole)
         else:
             time.sleep(LOOK)
-    raise TimeoutError(errno.ETIMEDOUT, f"no copy of {image} came in {COPY:g} s")
+    raise TimeoutError(errno.ETIMEDOUT, f"no copy of {image} was made in {COPY:g} s")
 
 
 def _opened(path: Path, lock: int) -> BinaryIO | None:
-    """Opens a file and locks it; returns None if another process has it, or the file is gone."""
+    """Opens a file and locks it; returns None if another process has locked it, or it is gone."""
     with contextlib.suppress(FileNotFoundError):
         file = open(path, "rb")  # noqa: SIM115
         try:
@@ -148,7 +148,7 @@ def _write(image: Path, digest: str, lock: BinaryIO, whole: Path) -> None:
 
 @contextlib.contextmanager
 def _sole(folder: Path) -> Iterator[None]:
-    """Waits until no other process makes room in the folder. Raises OSError if one takes too long.
+    """Waits until no other process is making room in the folder. Raises OSError after too long.
 
     Making room takes only moments if the file system can reserve space.
     """
@@ -164,7 +164,7 @@ def _sole(folder: Path) -> Iterator[None]:
 
 
 def _make_room(folder: Path, size: int) -> None:
-    """Removes copies that are not in use until another fits. Raises OSError if it cannot fit."""
+    """Removes unused copies until `size` bytes are free. Raises OSError if that is impossible."""
     found = list(_copies(folder))
     taken = sum(stat.st_size for _, stat in found)
     most = limit(folder)
@@ -176,7 +176,7 @@ def _make_room(folder: Path, size: int) -> None:
     if taken + size > most or size > shutil.disk_usage(folder).free:
         raise OSError(
             errno.ENOSPC,
-            f"{taken >> 20} MiB of {most >> 20} are in use, {size >> 20} more do not fit",
+            f"{taken >> 20} MiB of {most >> 20} are in use, so {size >> 20} more do not fit",
             str(folder),
         )
 
@@ -219,11 +219,11 @@ def problem() -> str:
     if given and not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", given):
         return f"{MOST} = {given!r}: expected the GiB that copies of images may take"
     if not folder:
-        return f"{MOST} = {given!r} without {FOLDER}, the folder of the copies" if given else ""
+        return f"{MOST} = {given!r} without {FOLDER}, the folder for the copies" if given else ""
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
-        return f"{FOLDER} = {folder!r}: expected a folder on a disk of this node: {error.strerror}"
+        return f"{FOLDER} = {folder!r}: expected a folder on this node's disk: {error.strerror}"
     if not folder.startswith("/") or not os.access(folder, os.W_OK | os.X_OK):
-        return f"{FOLDER} = {folder!r}: expected the absolute path of a folder that can be written"
+        return f"{FOLDER} = {folder!r}: expected the absolute path of a writable folder"
     return ""

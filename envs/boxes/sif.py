@@ -1,9 +1,9 @@
 """Opens a row's image: a .sif or an unpacked folder below services.images.
 
-A .sif is a squashfs with a header. One process of squashfuse_ll shows its files to all boxes of a
-worker that use it, in separate namespaces: no other process sees the mount, and no privilege is
-needed. It ends with the last of these boxes, or with the worker. If the worker is the machine's
-root, the process and its boxes belong to the user nobody, whose processes the kernel limits.
+A .sif is a squashfs with a header. One squashfuse_ll process shows its files to all of a worker's
+boxes that use it, in separate namespaces: no other process sees the mount, and no privilege is
+needed. The process ends with the last of these boxes, or with the worker. If the worker runs as the
+machine's root, the process and its boxes run as the user nobody, whose processes the kernel limits.
 
 This is not an environment itself: envs/boxes/box.py uses it.
 """
@@ -31,16 +31,16 @@ from envs.services import CheckerError
 HEADER = struct.Struct("<32s10s3s3s16s8q")
 DESCRIPTOR = struct.Struct("<i?3I7q128s2i376s")
 MAGIC, SQUASHFS = b"SIF_MAGIC\0", b"hsqs"
-SYSTEM = (0x4004, 1, 2)  # a partition, with a squashfs, which is the primary system
+SYSTEM = (0x4004, 1, 2)  # a partition that holds a squashfs and is the primary system
 MOST = 1000  # maximum number of descriptors
 START = 60.0  # seconds that a mount may take
-LOOK = 0.01  # seconds between two looks for the mount
+LOOK = 0.01  # seconds between two checks for the mount
 WHERE = "/mnt"  # any folder that exists: it is covered only in the mount's own namespace
 
 AS_ROOT = "GRPO_BOXES_AS_ROOT"
 WHY_NOT = (
-    "the kernel bounds no processes of root, and its files in a folder need root: use a .sif, "
-    f"or another user, or set {AS_ROOT}=1"
+    "the kernel does not limit root's processes, and root's files in a folder need root: "
+    f"use a .sif, or another user, or set {AS_ROOT}=1"
 )
 
 
@@ -63,7 +63,7 @@ def find(image: str) -> Path:
         return file
     raise CheckerError(
         f"the image {image} is missing: expected {file}, or a folder: "
-        "bash launch/images.sh ROWS FOLDER fetches the images of a file of rows"
+        "bash launch/images.sh ROWS FOLDER fetches the images that a file of rows names"
     )
 
 
@@ -102,7 +102,7 @@ class Mount:
         command += ["--map-root-user", "--mount", "squashfuse_ll", "-f", "-o", options]
         self.errors = sandbox.memory_file("")
         try:
-            with open(image, "rb") as file:  # opened here, as the run's user may not be allowed to
+            with open(image, "rb") as file:  # opened here: the run's user may not be allowed to
                 command += ["/proc/self/fd/0", WHERE]
                 self.process: subprocess.Popen = sandbox.popen(command, file.fileno(), self.errors)
         except CheckerError:
@@ -122,10 +122,10 @@ class Mount:
                 if f" {WHERE} fuse" in mounts:
                     return
             await asyncio.sleep(LOOK)
-        raise CheckerError(f"the image {self.image} was not mounted in {START:g} s")
+        raise CheckerError(f"the image {self.image} was not mounted within {START:g} s")
 
     def lost(self) -> str:
-        """Returns its process's error output and how it ended; "" while it lives."""
+        """Returns the process's error output and how it ended; "" while it is running."""
         if self.process.poll() is None:
             return ""
         said = os.pread(self.errors, 1000, 0).decode("utf-8", "replace")
@@ -148,14 +148,14 @@ def problem() -> str:
     if not images or not os.path.isdir(images):
         return (
             f"services.images = {images!r}, "
-            "expected a folder of images as `bash launch/images.sh ROWS FOLDER` makes it"
+            "expected a folder of images, which `bash launch/images.sh ROWS FOLDER` makes"
         )
     if not any(Path(images).glob("*.sif")):
-        return f"root opens no folders: {WHY_NOT}" if root_is_refused() else ""
+        return f"root cannot open folders: {WHY_NOT}" if root_is_refused() else ""
     if not shutil.which("squashfuse_ll"):
         return "squashfuse_ll is not on the path: apt install squashfuse, or dnf install squashfuse"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "/dev/fuse cannot be opened, which shows the files of a .sif: modprobe fuse"
+        return "/dev/fuse, through which a .sif is mounted, cannot be opened: modprobe fuse"
     return image_cache.problem()
 
 
@@ -186,6 +186,6 @@ def squashfs_at(path: Path) -> int:
                 file.seek(offset)
                 if used and (kind, system, part) == SYSTEM and file.read(4) == SQUASHFS:
                     return offset
-            raise ValueError(f"none of its {total} parts is a squashfs with the primary system")
+            raise ValueError(f"none of its {total} parts is a squashfs primary system partition")
     except (OSError, ValueError, struct.error) as error:
-        raise CheckerError(f"the image {path} is no .sif that can be mounted: {error}") from None
+        raise CheckerError(f"the image {path} is not a .sif that can be mounted: {error}") from None

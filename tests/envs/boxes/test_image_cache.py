@@ -94,8 +94,8 @@ async def test_what_was_not_used_for_longest_goes_and_nothing_in_use(tmp_path, c
             assert there == b and kept.parent == cache, "two of two are in use"
             async with near(write(tmp_path, "d", 1)) as small:
                 assert small.parent == cache and copies(cache) == ["a", "c", "d"]
-    assert caplog.text.count("images are read where they lie") == 1
-    assert "2 MiB of 2 are in use, 1 more do not fit" in caplog.text
+    assert caplog.text.count("images are read in place") == 1
+    assert "2 MiB of 2 are in use, so 1 more do not fit" in caplog.text
     async with near(b) as file:
         assert file.read_bytes() == b.read_bytes()
 
@@ -224,7 +224,7 @@ def test_many_processes_at_once_see_whole_images_within_the_limit(tmp_path, cach
 
 @pytest.mark.parametrize(("folder", "most", "message"), [
     ("relative", "1", "GRPO_IMAGE_CACHE = 'relative': expected the absolute path"),
-    ("/proc/none", "1", "GRPO_IMAGE_CACHE = '/proc/none': expected a folder on a disk"),
+    ("/proc/none", "1", "GRPO_IMAGE_CACHE = '/proc/none': expected a folder on this node's disk"),
     (None, "many", "GRPO_IMAGE_CACHE_GIB = 'many': expected the GiB"),
     (None, "1", "GRPO_IMAGE_CACHE_GIB = '1' without GRPO_IMAGE_CACHE"),
 ])  # fmt: skip
@@ -291,7 +291,7 @@ async def test_a_full_disk_costs_a_box_its_copy_alone(image, cache, monkeypatch,
             async with Box(image, size=SMALL) as box:
                 assert list(sif.Mount.shown) == [image]
                 assert (await box.run("echo y >y; cat calc.py y", 10)).output == "x = 1\ny\n"
-    assert caplog.text.count("images are read where they lie") == 1
+    assert caplog.text.count("images are read in place") == 1
 
 
 @pytest.mark.slow

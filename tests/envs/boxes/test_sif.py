@@ -119,7 +119,7 @@ def test_what_is_missing_is_named_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: True)
     assert not NEED.problem()
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert "/dev/fuse cannot be opened" in NEED.problem()
+    assert "/dev/fuse, through which a .sif is mounted" in NEED.problem()
 
 
 def test_an_image_is_a_folder_or_a_file(tmp_path):
@@ -152,7 +152,9 @@ PART = struct.pack("<i?IIIqqq4q128sii", 0x4004, True, 1, 0, 0, 8192, 9, 9, *[0] 
 ])  # fmt: skip
 def test_what_is_no_sif_is_an_error(tmp_path, content, message):
     (tmp_path / "a.sif").write_bytes(content)
-    with pytest.raises(CheckerError, match=f"a.sif is no .sif that can be mounted: .*({message})"):
+    with pytest.raises(
+        CheckerError, match=f"a.sif is not a .sif that can be mounted: .*({message})"
+    ):
         sif.squashfs_at(tmp_path / "a.sif")
 
 
