@@ -1,4 +1,4 @@
-"""Finds the number that answers a question about a molecule, in the format of its prompt.
+"""Finds the number that answers a question about a molecule, in the format that the prompt sets.
 
 It finds what the regexes of NeMo-Gym's resources_servers/rdkit_chemistry find. Their time grows
 with the square of a hostile text's length; here it is linear.

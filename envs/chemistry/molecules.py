@@ -1,24 +1,25 @@
 r"""Properties of molecules that RDKit computes, as numbers: 1.0 for the right one, else 0.0.
 
 Row: `expected_answer` (a number, or a number as text) and its `property_type`: "count", "bool",
-"presence" and "fragment" are compared rounded to integers, "float" up to 1e-6 (relative or
-absolute). `answer_format` is one of FORMATS (answer_format.py); without it `use_box_format` asks
-for \boxed{}, else ((...)). At most 10 answers. A row with the tool `stateful_python_code_exec` has
-a Python session as in envs/maths/python_tool.py, which can import rdkit; other rows have no tools.
+"presence" and "fragment" are rounded to integers and compared, "float" is compared to within 1e-6
+(relative or absolute). `answer_format` is one of FORMATS (answer_format.py); without it, the format
+is \boxed{} if `use_box_format` is true, else ((...)). An episode has at most 10 answers. A row with
+the tool `stateful_python_code_exec` has a Python session as in envs/maths/python_tool.py, which can
+import rdkit; other rows have no tools.
 
-As in NeMo-Gym's resources_servers/rdkit_chemistry, the last text in the format is judged, among
-everything that the policy has said: read as a number, or else the last number in it. The reason
-`no number` means that it has neither.
+As in NeMo-Gym's resources_servers/rdkit_chemistry, the last text in the format, among everything
+that the policy has said, is judged: it is read as a number, or else its last number is. The reason
+`no number` means that neither was found.
 
 rdkit comes with `bash launch/setup.sh chemistry`, and only rows with the tool need it. If
 services.sandbox is "http", the service's Python must have it.
 
 Deliberate deviations. An infinite number is a wrong answer, and a row whose expected answer is not
-a finite number is refused: in NeMo-Gym both are failed requests. A thought that does not end is not
-text.
-Known leaks: hedges, as only the last number in the format counts ("((not 4))", "((3 or 4))"),
-whatever it is part of ("((C4))", "((9/4))", "((10^4))", "((4 kg))"). Rounding accepts 3.6 as 4.
-If the values are 0 and 1, half of all guesses earn 1.0.
+a finite number is refused: in NeMo-Gym, both make the request fail. A thought that does not end
+does not count as text.
+Known leaks: hedges, because only the last number in the format counts ("((not 4))", "((3 or 4))"),
+whatever it is part of ("((C4))", "((9/4))", "((10^4))", "((4 kg))"). Rounding accepts 3.6 as 4. If
+the only possible values are 0 and 1, half of all guesses earn 1.0.
 """
 
 import math
@@ -48,7 +49,7 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the row can be judged and offers this one tool or no tools."""
+    """Raises ValueError unless the row can be judged and offers either this tool or none."""
     kind = get(row, "property_type", str, "one of: " + ", ".join(KINDS))
     require(kind in KINDS, "property_type", kind, "one of: " + ", ".join(KINDS))
     expected = get(row, "expected_answer", str | int | float, "a number")
@@ -64,7 +65,7 @@ def check(row: dict) -> None:
 
 
 async def rollout(row: dict, sampler: "Sampler") -> Episode:
-    """Answers one question in at most 10 answers."""
+    """Plays one episode of at most 10 answers."""
     talk = await python_tool.converse_with_python(row, sampler, MAX_STEPS)
     texts = [final_text(turn.judged) for turn in talk.turns]
     said = "\n".join(text for text in texts if not unfinished(text))

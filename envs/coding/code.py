@@ -2,13 +2,14 @@ r"""Programming problems: 1.0 if a Python program passes all tests, else 0.0.
 
 Row: `verifier_metadata.unit_tests` with `inputs`, `outputs` (strings, equally many) and `fn_name`:
 null for programs that read stdin and write stdout, else the function, or the method of `Solution`,
-that is called with an input's lines as JSON values. Judged: the text between the last two lines
-with three backticks after the thought, as in NeMo-Gym's resources_servers/code_gen. Tests run in
-turn until one fails, each in a process of its own in the sandbox, 10 s each.
+that is called with an input's lines as JSON values. Judged: after the thought, the text between the
+last two lines with three backticks, as in NeMo-Gym's resources_servers/code_gen. Tests run in turn
+until one fails, each in a process of its own in the sandbox, for at most 10 s.
 
-stdout is right if its lines are, apart from white space around them; numbers may be written in
+stdout is right if its lines match, apart from white space around them; numbers may be written in
 another form (4.0, 1e3). A returned value is right if it equals the output as a JSON value, with
-tuples as lists; a number or the text of one is right if it is close (1e-5 relative, 1e-8 absolute).
+tuples as lists; a number, or the text of one, is right if it is close (1e-5 relative, 1e-8
+absolute).
 
 Deliberate deviations: a process sees one input and no output, so a program can neither read the
 expected output nor answer with an object that equals everything. It may use the standard library
@@ -70,7 +71,7 @@ def check(row: dict) -> None:
     require(len(inputs) == len(outputs) > 0, f"{at}.outputs", f"a list of {len(outputs)}", expected)
     for i, value in enumerate(outputs):
         size = len(value.strip().encode("utf-8", "surrogatepass"))
-        most = f"at most {LIMITS.output} bytes, as a program may print no more"
+        most = f"at most {LIMITS.output} bytes, because a program may print no more"
         require(size <= LIMITS.output, f"{at}.outputs[{i}]", f"a text of {size} bytes", most)
     if name:
         for i in range(len(inputs)):
@@ -79,7 +80,7 @@ def check(row: dict) -> None:
 
 
 def check_json(lines: list[str], path: str) -> None:
-    """Raises ValueError unless each line is JSON, as values of a called function must be."""
+    """Raises ValueError unless each line is JSON, as a function's arguments and result must be."""
     try:
         for line in lines:
             json.loads(line)
@@ -88,7 +89,7 @@ def check_json(lines: list[str], path: str) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns 0.0 or 1.0; `passed` counts tests, `reason` and `error` explain why one failed.
+    """Returns 0.0 or 1.0; `passed` is the number of tests passed; `reason` and `error` explain a 0.
 
     Raises CheckerError if no test could run.
     """
@@ -123,7 +124,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def block(text: str) -> str | None:
-    """Returns the text between the last two lines with three backticks; None without two."""
+    """Returns the text between the last two lines with three backticks; None if there are fewer."""
     lines = text.split("\n")
     fences = [i for i, line in enumerate(lines) if FENCE in line]
     if len(fences) < 2:

@@ -4,12 +4,13 @@ Row: `verifier`, an object with `type`:
     string_match          each of `expected_markers` is in the text, and every match of the regexes
                           `patterns` is one of these markers
     regex, inline_prose   one of the regexes `verify_regex` matches somewhere in
-                          `verify_min_matches` lines (1), each of which counts once
+                          at least `verify_min_matches` lines (1), each of which counts once
 Judged: the text after the thought, as in NeMo-Gym's resources_servers/format_verification.
 
 Deliberate deviations: an answer that is empty or cut off earns 0, even if nothing is expected in
-it. A row that rewards any answer, or none, is refused: one without patterns and markers,
-with a `verify_min_matches` below 1, or with an invalid regex. A search that does not end earns 0.
+it. A row that rewards any answer, or none, is refused: one without patterns and markers, with a
+`verify_min_matches` below 1, or with an invalid regex. An answer on which a search does not end
+earns 0.
 
 Known leaks: neither the contents nor the places of citations are judged. So the markers alone earn
 1.0, and so does "- x" three times. In NeMo-Gym's example rows `patterns` finds only the expected
@@ -84,7 +85,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check that a child runs, because a row's regex may take for ever."""
+    """Returns the check, which runs in a child process because a row's regex may take for ever."""
 
     def check(text: str, verifier: dict) -> dict:
         if verifier["type"] in BY_LINE:

@@ -1,4 +1,4 @@
-"""Reads texts in JSON, YAML, XML, TOML and CSV as the data that a JSON schema judges."""
+"""Reads texts in JSON, YAML, XML, TOML and CSV as data that a JSON schema can validate."""
 
 import csv
 import io
@@ -18,13 +18,14 @@ NUMBERS: dict[str, tuple[re.Pattern[str], Callable[[str], float]]] = {
     "number": (re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*", re.ASCII), float),
 }
 BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
-DIGITS = 4300  # Python reads no longer integer
+DIGITS = 4300  # Python refuses longer integers
 
 
 def csv_rows(text: str) -> list[dict[str, str]]:
-    """Returns the rows below a header. Raises ValueError if there are no rows, or ragged ones."""
+    """Returns the rows below a header. Raises ValueError if there are none, or ragged ones."""
     rows = list(csv.DictReader(io.StringIO(text)))
-    # A row that is too long has a cell named None, one that is too short a cell that is None.
+    # A row that is too long has a cell named None, and a row that is too short has one that is
+    # None.
     if not rows or any(None in row or None in row.values() for row in rows):
         raise ValueError("no table")
     return rows
@@ -40,7 +41,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def typed(data: Json, schema: Json) -> Json:
-    """Returns XML or CSV data, with texts as numbers and booleans where the schema has these."""
+    """Returns XML or CSV data, with texts converted to numbers and booleans as the schema asks."""
     if not isinstance(schema, dict):
         return data
     kinds = type_names(schema)
@@ -75,7 +76,7 @@ def items_of(data: Json) -> list[Json]:
 
 
 def scalar(text: str, kinds: list[str]) -> str | float | bool | None:
-    """Returns the text as the first of the types that it can be, else the text itself."""
+    """Returns the text converted to the first of the types that fits, else the text itself."""
     if not text and "null" in kinds:
         return None
     for kind in kinds:

@@ -12,10 +12,10 @@ instructions that cannot be followed; white space around an answer is ignored. S
 by NLTK's Punkt with short lists of words (envs/following/sentences.py), because its own model must
 be downloaded.
 
-Known leaks: the rules see only the form. A rule that only forbids something, or that concerns each
-sentence or pair of words, is followed by an answer of one word. Keywords may stand in a list, and
-all three fixed answers may be given. "palindrome" is followed by the word "a", each language by
-digits, and "repeat_phrase" requires a change only in the last copy.
+Known leaks: the rules see only the form. A one-word answer satisfies each rule that only forbids
+something, or that concerns each sentence or pair of words. Keywords may simply be listed, and all
+three fixed answers may be given at once. The word "a" satisfies "palindrome", digits satisfy each
+language, and "repeat_phrase" requires a change only in the last copy.
 """
 
 import functools
@@ -30,7 +30,7 @@ from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = ("instruction_following_simple_agent", "instruction_following")
 MODES = ("binary", "fraction")
-# By the annotation of a rule's argument: its types, and their name in an error.
+# By the annotation of a rule's argument: its types, and their name in an error message.
 KINDS: dict[Hashable, tuple[type | UnionType, str]] = {
     str: (str, "text"),
     Place: (int, "a whole number from 1"),
@@ -88,7 +88,7 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
 
 
 def place(row: dict) -> tuple[dict, str]:
-    """Returns a row's fields, and the path to them in messages."""
+    """Returns a row's fields, and the path to them for error messages."""
     nested = row.get("verifier_metadata")
     if not isinstance(nested, dict):
         return row, ""
@@ -98,7 +98,8 @@ def place(row: dict) -> tuple[dict, str]:
 def present(given: dict | None) -> dict:
     """Returns the arguments that are not null.
 
-    Floats without a fraction become integers again, as some tables store all numbers as floats.
+    Floats without a fraction become integers again, because some tables store all numbers as
+    floats.
     """
     values = {}
     for name, value in (given or {}).items():
@@ -110,9 +111,9 @@ def present(given: dict | None) -> dict:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns the share of instructions that are followed, or 1.0 if all are, else 0.0.
+    """Returns the share of instructions followed; in binary mode 1.0 if all are followed, else 0.0.
 
-    `broken` names the others. Raises CheckerError if no check could run.
+    `broken` names those that are not followed. Raises CheckerError if no check could run.
     """
     text = final_text(response)
     if reason := unfinished(text):
@@ -131,7 +132,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check that a child runs, with its libraries imported and warm."""
+    """Returns the check that a child process runs, with its libraries imported and warm."""
 
     def check(asked: list, text: str) -> dict:
         followed = []

@@ -137,7 +137,7 @@ def keyword_at(text: str, keyword: Word, n: Place, m: Place) -> bool:
 
 @rule("keywords:start_end")
 def starts_as_it_ends(text: str) -> bool:
-    """The first word is also the last, of two or more."""
+    """The text has two or more words, and the first is also the last."""
     words = tokens(text)
     return len(words) > 1 and words[0].lower() == words[-1].lower()
 
@@ -203,19 +203,19 @@ def number_of_sentences(text: str, num_sentences: float, relation: Relation) -> 
 
 @rule("length_constraints:number_paragraphs")
 def number_of_paragraphs(text: str, num_paragraphs: float) -> bool:
-    """The text has N paragraphs between dividers ***."""
+    """The text has N paragraphs, divided by ***."""
     return parts(r"\s?\*\*\*\s?", text) == num_paragraphs
 
 
 @rule("paragraphs:paragraphs")
 def two_divided_paragraphs(text: str) -> bool:
-    """The text has two paragraphs between dividers ***."""
+    """The text has two paragraphs, divided by ***."""
     return parts(r"\s?\*\*\*\s?", text) == 2
 
 
 @rule("paragraphs:paragraphs2")
 def two_paragraphs(text: str) -> bool:
-    """The text has two paragraphs between blank lines."""
+    """The text has two paragraphs, divided by a blank line."""
     return parts("\n\n", text) == 2
 
 
@@ -223,7 +223,7 @@ def two_paragraphs(text: str) -> bool:
 def paragraph_begins_with(
     text: str, num_paragraphs: float, nth_paragraph: Place, first_word: str
 ) -> bool:
-    """The text has N paragraphs between blank lines, and the n-th begins with the word."""
+    """The text has N paragraphs, divided by blank lines, and the n-th begins with the word."""
     paragraphs = text.split("\n\n")
     count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
     if nth_paragraph > count or not (words := paragraphs[nth_paragraph - 1].split()):
@@ -240,7 +240,7 @@ def number_of_letters(text: str, N: float, relation: Relation) -> bool:
 
 @rule("count:counting_composition")
 def composition(text: str, n_sent: float, n_words: float) -> bool:
-    """The text has three paragraphs between dividers ***, each n sentences of m words and marks."""
+    """The text has three paragraphs, divided by ***, each with n sentences of m words and marks."""
     paragraphs = re.split(r"\s?\*\*\*\s?", text)
     for found in map(simple_sentences, paragraphs):
         if len(found) != n_sent or any(len(tokens(sentence)) != n_words for sentence in found):
@@ -250,7 +250,7 @@ def composition(text: str, n_sent: float, n_words: float) -> bool:
 
 @rule("count:count_unique")
 def unique_words(text: str) -> bool:
-    """No word or mark appears twice."""
+    """No word or punctuation mark appears twice."""
     words = tokens(text)
     return len(words) == len(set(words))
 
@@ -300,7 +300,7 @@ def highlights(text: str, num_highlights: float) -> bool:
 
 @rule("detectable_format:multiple_sections")
 def sections(text: str, section_spliter: str, num_sections: float) -> bool:
-    """The text has at least N headings of the word and a number."""
+    """The text has at least N headings that consist of the word and a number."""
     return len(re.findall(rf"\s?{section_spliter.strip()}\s?\d+\s?", text)) >= num_sections
 
 
@@ -406,13 +406,13 @@ def sentences_begin_with(text: str, first_word: Word) -> bool:
 
 @rule("last_word:last_word_answer")
 def ends_with_word(text: str, last_word: Word) -> bool:
-    """The text ends with the word, apart from marks."""
+    """The text ends with the word, apart from punctuation."""
     return same(re.sub(r"[^\w\s]", "", text.split()[-1]), first(last_word))
 
 
 @rule("last_word:last_word_sent")
 def sentences_end_with(text: str, last_word: Word) -> bool:
-    """Each sentence, without its marks, ends with the word."""
+    """Each sentence ends with the word, apart from punctuation."""
     found = simple_sentences(text)
     return all(s.split() and ends_with_word(s, last_word) for s in found)
 
@@ -447,7 +447,7 @@ def copied_span(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> b
 
 @rule("copy:repeat_phrase")
 def varied_phrase(text: str, phrase: str, small_n: float) -> bool:
-    """The text has the phrase n times, each with at most one word changed, the last with one."""
+    """The phrase appears n times, each with at most one word changed, the last with exactly one."""
     words = phrase.split()
     found = [part.split() for part in re.findall(f"{words[0]} .*? {words[-1]}", text)]
     if len(found) != small_n or not found or any(len(part) != len(words) for part in found):

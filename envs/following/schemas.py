@@ -19,7 +19,7 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions")  # name -> s
 def problem(schema: Json) -> str:
     """Returns why a value is not a JSON schema; "" if it is one.
 
-    Raises RecursionError if it is nested too deep.
+    Raises RecursionError if it is nested too deeply.
     """
     error = next(_of_schemas().iter_errors(schema), None)
     if error:
@@ -72,7 +72,7 @@ def strict(schema: Json, is_schema: bool = True) -> Json:
 
 @functools.cache
 def _of_schemas() -> Draft202012Validator:
-    """Returns a validator for schemas whose meta-schema is in one piece.
+    """Returns a validator for schemas, which has the meta-schema in one piece.
 
     The original's dynamic references take six times as long.
     """

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 # With these, Punkt splits as with its own model of English, which must be downloaded:
-# abbreviations, words that begin a sentence after one if they have a capital, and words that do so
-# after an initial.
+# abbreviations, words that begin a sentence after an abbreviation if they have a capital, and words
+# that do so after an initial.
 ABBREVIATIONS = """a.m adm ala ariz aug ave bros c calif chg cie co col colo conn corp cos ct d d.c
 dec dr e f feb fla fri ft g ga gen h ill inc jan jr k kan ky l l.a lt ltd m m.b.a maj messrs mg mich
 minn mr mrs ms n n.c n.j n.y nev nov oct ok okla ore p p.m pa ph.d prof r rep reps s sen sep sept sr
@@ -32,7 +32,7 @@ others our out over own part people perhaps rather say see she should small some
 that their then those three time to today too two until up use want was water way we well what where
 who why will with work world would write you young"""
 # The replacements that IFEval's own splitter makes, in order; <prd> is a dot that ends nothing,
-# <stop> an end.
+# <stop> the end of a sentence.
 LETTER = "([A-Za-z])"
 STARTER = (
     r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s"

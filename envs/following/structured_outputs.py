@@ -1,20 +1,20 @@
-"""JSON, YAML, XML, TOML, CSV or a call, by the row's JSON schema: 1.0 if valid, else 0.0.
+"""JSON, YAML, XML, TOML, CSV or a call, checked by the row's JSON schema: 1.0 if valid, else 0.0.
 
 Row: `schema_str`, the schema as JSON text; `schema_type`: json (default), yaml, xml, toml or csv;
 `response_mode`: "text" (default), or "tool_call" with `tool_name` and `tool_payload_key`, both
 optional; `xml_coerce_types` (default true). Judged as in NeMo-Gym's
 resources_servers/structured_outputs. The whole text after the thought must parse: in a code fence
 it earns 0. In the mode "tool_call" there must be one call, with that name; its arguments are
-judged, or their value under that key. The schema is tightened first: an object has all `properties`
+judged, or the value under that key. The schema is tightened first: an object has all `properties`
 that the schema names, and no others. Schemas in lists, such as anyOf's, stay as they are, and
 `format` is not checked. XML and CSV have only texts: these become numbers and booleans where the
-schema has them.
+schema asks for them.
 
-Deliberate deviations. NeMo-Gym also rewards the following: NaN and Infinity are not JSON. A CSV
-needs a data row, without which any line would do, and rows as long as the header. In XML and CSV a
-number is digits, sign, point and exponent, not "1_000" or "nan". NeMo-Gym does not reward the
-following: white space may precede a YAML; XML elements of several types, such as integer or null,
-become numbers as in CSV; a property may have the name `properties`.
+Deliberate deviations. Stricter than NeMo-Gym: NaN and Infinity are not JSON; a CSV needs a data
+row, without which any line would do, and rows as long as the header; in XML and CSV a number is
+digits, sign, point and exponent, not "1_000" or "nan". More lenient than NeMo-Gym: white space may
+precede a YAML; XML elements of several types, such as integer or null, become numbers as in CSV; a
+property may have the name `properties`.
 
 Known leaks: values are not compared with the document, so any values that fit the schema are
 rewarded, and so are empty lists, comments, duplicate keys and arguments other than
@@ -103,7 +103,7 @@ def called(row: dict, calls: Sequence[Mapping[str, str]]) -> tuple[str, str | No
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check that a child runs, with its libraries imported."""
+    """Returns the check that a child process runs, with its libraries imported."""
     from envs.following.formats import PARSERS, typed
 
     def check(schema: str, kind: str, key: str, coerce: bool, text: str) -> dict:
