@@ -3,22 +3,22 @@
     program --> POST http://HOST:PORT/GUEST/v1/chat/completions --> the Sampler of that episode
 
 Each rollout worker listens on its own port, and each episode has its own address. A program that
-needs one address for all episodes at startup gets a router's address, which forwards each request
-to the address in the request's `metadata["policy"]`:
+needs one address for all episodes at startup gets the address of a router, which forwards each
+request to the address in the request's `metadata["policy"]`:
 
     python -m envs.gym.endpoint PORT [HOST]
 
 If a request repeats the policy's answers, it continues from the ids that were sampled. In earlier
-messages only role, content, calls and a result's id are compared, as programs drop thoughts and
-trim texts. The run decides how to sample: temperature, `tool_choice`, `response_format` and the
-like are not read, as a forced answer is not the policy's own. A shorter `max_tokens` is honoured.
-Several answers (n) and stop words are refused. A stream has the whole answer in one event.
+messages, only the role, content, calls and result ids are compared, because programs drop reasoning
+and trim text. The run decides how to sample: temperature, `tool_choice`, `response_format` and the
+like are not read, because a forced answer is not the policy's own. A shorter `max_tokens` is
+honoured. Several answers (n) and stop words are refused. A stream has the whole answer in one
+event.
 
-A request for `logprobs` gets the policy's own logprobs; its tokens are named `token_id:N`. A
-request with `return_token_ids` or `return_tokens_as_token_ids` gets prompt_token_ids,
-generation_token_ids and generation_log_probs in the message, as in NeMo-Gym, and `versions` next to
-it. Training data does not travel this way: an episode consists of the turns that its own sampler
-saw.
+A request for `logprobs` gets the policy's own logprobs, with tokens named `token_id:N`. A request
+with `return_token_ids` or `return_tokens_as_token_ids` gets prompt_token_ids, generation_token_ids
+and generation_log_probs in the message, as in NeMo-Gym, and `versions` next to it. Training data
+does not travel this way: an episode consists of the turns that its own sampler saw.
 """
 
 import asyncio
@@ -116,14 +116,14 @@ class Guest:
         self.turns: list[Turn] = []
         self.said: list[Said] = []  # the conversation after each turn
         self.full: NoRoom | None = None  # the error for a prompt that had no room
-        self.refused = ""  # why a request was refused, for another reason
+        self.refused = ""  # why a request was refused, if not for lack of room
         self.left = False  # True if the client of the last request did not wait for the answer
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: set[asyncio.Task | None] = set()  # calls under way
         self.asking = asyncio.Lock()
 
     async def answer(self, asked: Asked) -> "Turn":
-        """Returns the policy's next turn; answers one call after the other. Raises NoRoom."""
+        """Returns the policy's next turn; answers one call at a time. Raises NoRoom."""
         async with self.asking:
             said = self.before(asked)
             self.sampler.said = said
@@ -140,7 +140,7 @@ class Guest:
             return turn
 
     def before(self, asked: Asked) -> Said | None:
-        """Returns the longest conversation of this episode that a request continues, or None."""
+        """Returns the longest conversation in this episode that a request continues, or None."""
         repeated = [meant(message) for message in asked.messages]
         latest_first = reversed(self.said)  # decides between conversations of the same length
         for said in sorted(latest_first, key=lambda said: -len(said.messages)):
@@ -177,7 +177,7 @@ def completion(turn: "Turn", body: Mapping[str, Json]) -> Completion:
     message = dict(turn.message)
     calls = []
     for call in message.pop("tool_calls", []):
-        # Programs break off if arguments are not JSON. The message has {} for such arguments, which
+        # Programs stop if arguments are not JSON. For such arguments the message has {}, which
         # templates need as well.
         function = call["function"]
         text = json.dumps(function["arguments"])
@@ -294,8 +294,8 @@ async def invited(sampler: "Sampler") -> AsyncIterator[Guest]:
 
 
 async def listen(app: web.Application, host: str, port: int) -> int:
-    """Serves as long as the process lives; returns the port."""
-    # Handlers are cancelled so that the policy stops an answer whose client has gone.
+    """Serves for as long as the process lives; returns the port."""
+    # Handlers are cancelled so that the policy stops generating an answer whose client has gone.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=4096).start()
@@ -334,7 +334,7 @@ class Router:
             require(ADDRESS.fullmatch(url), "metadata.policy", url, "the address of an episode")
         except (ValueError, TypeError, LookupError):
             return refusal(
-                400, "no metadata.policy: the agent does not pass on metadata of its row"
+                400, "no metadata.policy: the agent does not pass on the metadata of its row"
             )
         headers = {"Content-Type": "application/json"}
         try:
@@ -348,7 +348,7 @@ class Router:
 
 
 async def route(port: int, host: str = "127.0.0.1") -> None:
-    """Runs a router as long as the process lives."""
+    """Runs a router for as long as the process lives."""
     url = await Router().start(host, port)
     print(f"the policy is at {url}", flush=True)
     await asyncio.Event().wait()

@@ -1,9 +1,9 @@
 """Finds the agents on NeMo-Gym's servers, and lets an agent try a row.
 
 NeMo-Gym's head server (`gym env start`, formerly `ng_run`) lists the address of each agent. Rows go
-to the agents directly. An agent that is unreachable costs time: its rows wait, as they do for a
-judge that is away (envs/judge/judge.py), and use up no attempts. It may come back on a different
-port.
+to the agents directly. An agent that is unreachable costs only time: its rows wait, as they do for
+a judge that is away (envs/judge/judge.py), and do not use up attempts. It may come back on a
+different port.
 """
 
 import asyncio
@@ -51,15 +51,15 @@ def agents(head: str) -> dict[str, str]:
     except (http.client.IncompleteRead, ConnectionError) as error:
         raise OSError(f"it ended in the middle of its answer: {error}"[:SHOWN]) from None
     except http.client.HTTPException as error:
-        raise ValueError(f"it is no server of HTTP: {error!r}"[:SHOWN]) from None
+        raise ValueError(f"it is not an HTTP server: {error!r}"[:SHOWN]) from None
     except (urllib.error.HTTPError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"it is no head server of NeMo-Gym: {error}"[:SHOWN]) from None
+        raise ValueError(f"it is not a head server of NeMo-Gym: {error}"[:SHOWN]) from None
     except yaml.YAMLError as error:
-        raise ValueError(f"its configuration is no YAML: {error}"[:SHOWN]) from None
+        raise ValueError(f"its configuration is not YAML: {error}"[:SHOWN]) from None
 
 
 def place(agent: str) -> str:
-    """Returns an agent's address on the first head server that has it.
+    """Returns an agent's address, from the first head server that lists the agent.
 
     Raises OSError if a server that does not answer may have it, ValueError if no server has it.
     """
@@ -83,7 +83,7 @@ def need(agent: str) -> services.Need:
 
 
 def problem(agent: str) -> str:
-    """Returns why an agent could try no row, and how to fix it; "" if it could."""
+    """Returns why an agent cannot try a row, and how to fix it; "" if it can."""
     return _problem(agent, services.current().nemo_gym)
 
 
@@ -94,7 +94,7 @@ def _problem(agent: str, heads: tuple[str, ...]) -> str:
     except OSError as error:
         return (
             f"services.nemo_gym = {heads!r}: {error}; "
-            "expected a head server that runs (docs/environments.md)"
+            "expected a running head server (docs/environments.md)"
         )
     except ValueError as error:
         return f"services.nemo_gym = {heads!r}: {error}; expected a server that was started with it"
@@ -106,7 +106,7 @@ async def run(
 ) -> Mapping[str, Json]:
     """Lets an agent try a row, and returns the result: the row, `response`, `reward` and more.
 
-    Raises Away, CheckerError if the try failed, and at once the exception of `failed`.
+    Raises Away; CheckerError if the attempt failed; and, once it is set, the exception of `failed`.
     """
     known = SERVING.setdefault(asyncio.get_running_loop(), {})
     return await known.setdefault(agent, Agent(agent)).run(row, failed)
@@ -128,7 +128,7 @@ class Agent:
     ) -> Mapping[str, Json]:
         """Lets the agent try a row, and returns the result."""
         if not self.server:
-            await self.returns("it was not asked before")
+            await self.returns("it has not been asked yet")
         server = self.server
         assert server
         call = asyncio.ensure_future(server.request("POST", "run", services.limits().seconds, row))
@@ -154,15 +154,15 @@ class Agent:
             call.cancel()
 
     async def lives(self, server: Server, since: float) -> bool:
-        """Returns whether a server has answered since then, or does so now."""
-        async with self.looking:  # one call asks for all
+        """Returns whether a server has answered since the time `since`, or does so now."""
+        async with self.looking:  # one call asks on behalf of all
             if server.answered < since:
                 with contextlib.suppress(Failed, CheckerError):
                     await server.request("GET", "", services.patience())
             return server.answered >= since
 
     async def returns(self, why: str) -> None:
-        """Waits until the agent is back. Raises Away after the longest time that a call has."""
+        """Waits until the agent is back. Raises Away after the time that a call may take."""
         if self.keeper is None:
             self.why = why
             self.away_since = time.monotonic()
@@ -196,7 +196,7 @@ class Agent:
             return None
 
     def state(self) -> str:
-        """Returns for how long it has been away, and why."""
+        """Returns how long the agent has been away, and why."""
         return f"for {time.monotonic() - self.away_since:.0f} s: {self.why}"
 
 

@@ -1,36 +1,36 @@
 """Rows played by an agent of NeMo-Gym or of the verifiers library: the server's reward.
 
-Row: any that NeMo-Gym takes, with an agent (`agent_ref.name`) that no module of envs/ declares and
-a head server of `services.nemo_gym` lists. The agent gets the row by POST /run, as in NeMo-Gym's
-own nemo_gym/rollout_collection.py, and calls the policy as often as it likes. Its resources server
-defines the reward and its range. Environments from the verifiers library are agents as well:
-launch/verifiers_hub.py serves them.
+Row: any that NeMo-Gym takes, with an agent (`agent_ref.name`) that no module in envs/ declares and
+that a head server in `services.nemo_gym` lists. The agent gets the row by POST /run, as in
+NeMo-Gym's own nemo_gym/rollout_collection.py, and calls the policy as often as it likes. Its
+resources server defines the reward and its range. Environments from the verifiers library are
+agents as well: launch/verifiers_hub.py serves them.
 
     rollout --> POST /run --> agent --> policy_model --> router --> endpoint --> sampler.chat
        ^                        |                                      |
        +------- reward ---------+            turns <-------------------+
 
-Gym's model server always calls one address, a router's (envs/gym/endpoint.py). The row
-carries the address of its episode in `responses_create_params.metadata`, which the agent passes on
-with each request, as simple_agent and the agents derived from it do. An agent that does not gets an
+Gym's model server always calls one address, a router's (envs/gym/endpoint.py). The row carries the
+address of its episode in `responses_create_params.metadata`, which the agent passes on with each
+request, as simple_agent and the agents derived from it do. An agent that does not do so gets an
 error that names the reason.
 
 The run trains on the turns that its own sampler saw, with their ids, logprobs and versions. In
 NeMo-RL they travel as JSON through each server between engine and trainer, with all earlier turns.
 
-A failed try never counts as a reward: neither one that the server marks (`_ng_failure_class`), for
-example because its judge could not be asked, nor an error. Nor does a try in which the endpoint
-refused a request, or the agent did not wait for the last answer: some agents take any error, and
-their own time-out, for the end of an episode. A mask set by the server is trusted. An agent that is
-unreachable costs time. If an engine dies, the try ends: the agent restarts the episode, and
-finished answers are replayed as long as it makes the same requests. `mask_sample` takes a sample
-out of the loss; its reward stays in the baseline.
+A failed attempt never counts as a reward, whether the server marks it (`_ng_failure_class`), for
+example because its judge could not be asked, or returns an error. Nor does an attempt in which the
+endpoint refused a request, or the agent did not wait for the last answer: some agents treat any
+error, and their own time-out, as the end of an episode. A mask set by the server is trusted. An
+agent that is unreachable costs only time. If an engine dies, the attempt ends: the agent restarts
+the episode, and finished answers are replayed as long as it makes the same requests. `mask_sample`
+takes a sample out of the loss, but leaves its reward in the baseline.
 
-Deliberate deviations. The policy samples by this run's settings: `temperature`, `top_p` and
+Deliberate deviations. The policy samples with this run's settings: `temperature`, `top_p` and
 `chat_template_kwargs` in Gym's configuration are not read, but the row's are. The numbers and
 booleans that the server returns along with the reward are logged as info/NAME/ENV.
-Known leaks: the server's. A server that reads an unreadable verdict as 0 is trusted, and so
-is an agent that takes an unreachable router for the end of an episode.
+Known leaks: the server's. A server that treats an unreadable verdict as 0 is trusted, and so is an
+agent that treats an unreachable router as the end of an episode.
 """
 
 from collections.abc import Mapping
@@ -67,9 +67,9 @@ def place(agent: str) -> str:
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """Lets the row's agent try it once, with the policy behind it.
+    """Lets the row's agent try the row once, with the policy as its model.
 
-    Raises Away, CheckerError if the try failed, and the exception that ended the policy.
+    Raises Away; CheckerError if the attempt failed; and the exception that ended the policy.
     """
     from rollout.episode import Episode
 
@@ -88,8 +88,8 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
         raise guest.full
     if not turns:
         raise CheckerError(
-            f"agent {name!r} never asked for the policy: "
-            "policy_base_url of NeMo-Gym has to be the address of the router"
+            f"agent {name!r} never called the policy: "
+            "NeMo-Gym's policy_base_url must be the address of the router"
         )
     return Episode(turns, reward, masked)
 
@@ -104,12 +104,12 @@ def addressed(row: dict, url: str, seed: int) -> dict[str, Json]:
 
 
 def verdict(row: dict, result: Mapping[str, Json]) -> Reward:
-    """Returns the reward in a try's result. Raises CheckerError if it has no reward."""
+    """Returns the reward in an attempt's result. Raises CheckerError if it has no reward."""
     if not isinstance(result, dict):
-        raise CheckerError(f"the agent had no verdict: no object: {str(result)[-300:]}")
+        raise CheckerError(f"the agent returned no verdict: not an object: {str(result)[-300:]}")
     failure = result.get("_ng_failure_class")
     if failure is not None:
-        raise CheckerError(f"the agent had no verdict: {failure}: {str(result)[-300:]}")
+        raise CheckerError(f"the agent returned no verdict: {failure}: {str(result)[-300:]}")
     value = result.get("reward")
     answered = result.get("response")
     if isinstance(answered, dict) and answered.get("status") == "failed":

@@ -2,7 +2,7 @@
 
 There may be no address yet when a run starts: launch/judges.sh adds each one to the file that
 JUDGES_FILE names, as "NAME http://HOST:PORT/v1", once the server answers. A big model takes half an
-hour.
+hour to load.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def _problem(name: str, judge: str, file: str, served: str, nodes: str) -> str:
 
 
 def unserved(url: str, model: str) -> str:
-    """Returns the error from a server that answers; "" if it is fine, or does not answer."""
+    """Returns what is wrong with a server that answers; "" if nothing is, or if it is silent."""
     try:
         with directly(f"{url}/models", SECONDS) as answer:
             served = [entry["id"] for entry in json.loads(answer.read())["data"]]
@@ -86,12 +86,12 @@ def unserved(url: str, model: str) -> str:
             return ""
         return (
             f"GET {url}/models: status {error.code}, "
-            "expected a server of OpenAI's protocol, as vLLM's"
+            "expected a server that speaks OpenAI's protocol, such as vLLM's"
         )
     except OSError:
         return ""
     except (ValueError, TypeError, LookupError):
-        return f"GET {url}/models gave no list of models, expected OpenAI's protocol, as vLLM's"
+        return f"GET {url}/models gave no list of models, expected a server such as vLLM's"
     if not served or (model and model not in served):
         return f"{url} serves {', '.join(map(str, served))}, expected {model or 'a model'!r}"
     return ""

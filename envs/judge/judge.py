@@ -8,8 +8,8 @@ is never a verdict. A call that has waited for `timeouts.rollout` raises Away, a
 tries the group again until the judge is back (runtime/rollouts/dispatch.py).
 
 The addresses are in services.judges, or in the lines "NAME http://HOST:PORT/v1" of the file that
-the environment variable JUDGES_FILE names. It is read again during a run, so servers may start late
-(launch/judges.sh). See docs/judges.md.
+the environment variable JUDGES_FILE names. The file is read again during a run, so servers may
+start late (launch/judges.sh). See docs/judges.md.
 """
 
 import asyncio
@@ -37,11 +37,11 @@ from envs.services import Away, CheckerError, Report, limits, patience
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 FAILURES = 3  # consecutive failures, after which a server takes no calls
-UNREAD = 20  # consecutive replies without a verdict: then the judge is broken, not the answers
-TICK = 0.5  # seconds between two looks for calls that can be served
-REREAD = 10.0  # seconds between two looks at JUDGES_FILE
+UNREAD = 20  # consecutive replies without a verdict that show a broken judge, not bad answers
+TICK = 0.5  # seconds between two checks for calls that can be served
+REREAD = 10.0  # seconds between two reads of JUDGES_FILE
 LONGEST_PAUSE = 5.0  # seconds between two probes, or before a call is retried
-LONGEST_REST = 60.0  # seconds for which a server's Retry-After is believed
+LONGEST_REST = 60.0  # maximum seconds for which a server's Retry-After is honoured
 LONGEST = 32 << 20  # bytes of an answer
 REFUSED = 300  # characters of a refusal that are shown
 TOO_LONG = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")  # as vLLM words it
@@ -137,7 +137,7 @@ async def ask(
             verdict = read(await judge.say(messages, sampling))
         except TooLong:
             verdict = None
-            said_nothing = tries  # as another try would be refused as well
+            said_nothing = tries  # because another try would be refused as well
         judge.unread = 0 if verdict is not None else judge.unread + 1
         if verdict is not None:
             return verdict
@@ -170,7 +170,7 @@ class Server:
         call = asyncio.ensure_future(self.request("POST", "chat/completions", seconds, body))
         try:
             while not (await asyncio.wait([call], timeout=patience()))[0]:
-                async with self.asking:  # one of its calls asks for all
+                async with self.asking:  # one of its calls asks on behalf of all
                     await self.wake()
         finally:
             call.cancel()
@@ -197,7 +197,7 @@ class Server:
         self, method: str, path: str, seconds: float, body: Mapping[str, Json] | None = None
     ) -> Any:
         """Returns the JSON value of the server's answer. Raises Failed and CheckerError."""
-        import aiohttp  # slower than all other imports that environments make with this module
+        import aiohttp  # slower to import than everything else that environments import with this
 
         what = f"{method} {self.url}/{path}"
         # Half a surrogate pair is not a character, and servers refuse requests that contain one.
@@ -231,7 +231,7 @@ class Server:
 
 
 def characters_of(body: Mapping[str, Json] | None) -> int:
-    """Returns how many characters the messages of a request have; 0 without messages."""
+    """Returns how many characters the messages of a request have; 0 if it has none."""
     messages = (body or {}).get("messages")
     if not isinstance(messages, list):
         return 0
@@ -239,7 +239,7 @@ def characters_of(body: Mapping[str, Json] | None) -> int:
 
 
 def refusal(received: str, characters: int) -> CheckerError:
-    """Returns the error for a refused request with a conversation of that many characters.
+    """Returns the error for a refused request with a conversation of so many characters.
 
     A conversation with fewer characters than half of the context's tokens is not too long: the
     context of the judge's server is too short for the number of tokens to generate.
@@ -369,7 +369,7 @@ class Judge:
     async def probe(self, server: Server) -> None:
         """Probes a failed server until it answers; then its calls are retried."""
         log.warning("judge %s: %s fails: %s", self.name, server.url, self.last)
-        for failures in itertools.count(server.outages):  # calls may fail though probes do not
+        for failures in itertools.count(server.outages):  # calls may fail even if probes do not
             await asyncio.sleep(pause(failures))
             try:
                 await server.lives()
@@ -399,7 +399,7 @@ class Judge:
             self.serve()
 
     def serve(self) -> None:
-        """Assigns the servers that take calls to the waiting calls, the least busy server first."""
+        """Assigns the waiting calls to the servers that take calls, the least busy server first."""
         most = max(1, self.settings.get("concurrency", 64) // limits().processes)
         now = time.monotonic()
         while self.waiting:
@@ -418,7 +418,7 @@ class Judge:
             self.waiting.popleft().set_result(server)
 
     async def keep(self) -> None:
-        """Reads addresses and serves, as long as calls wait or the judge is away."""
+        """Reads addresses and serves for as long as calls wait or the judge is away."""
         read_at = -REREAD
         while self.calls or self.away_since is not None:
             if time.monotonic() - read_at >= REREAD:
@@ -439,7 +439,7 @@ class Judge:
             self.away_since = time.monotonic()
 
     def state(self) -> str:
-        """Returns the judge's addresses, for how long it has been away, and the last failure."""
+        """Returns the judge's addresses, how long it has been away, and the last failure."""
         since = time.monotonic() - (self.away_since or time.monotonic())
         nowhere = f"no address in JUDGES_FILE = {os.environ.get('JUDGES_FILE')!r}"
         why = self.last or "no server has announced it"
@@ -447,7 +447,7 @@ class Judge:
 
 
 def need(name: str) -> services.Need:
-    """Returns the Need for the judge `name`: an address, or a job that brings one."""
+    """Returns the Need for the judge `name`: an address, or a job that provides one."""
 
     def check() -> str:
         return endpoints.problem(name, services.current().judges.get(name, {}))

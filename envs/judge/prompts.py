@@ -1,13 +1,13 @@
 """Reads and fills the prompts of judges: each module has its prompts in a file next to it.
 
 For maths/same_answer.py that is maths/same_answer.txt. A line `=== NAME` begins a prompt, and a
-line that ends in a backslash continues in the next one. Placeholders use str.format syntax, such as
-{answer}.
+line that ends in a backslash continues on the next line. Placeholders use str.format syntax, such
+as {answer}.
 
 An answer is shown unchanged, with two exceptions. In an answer, the prompt's markup and a verdict's
-labels get a space, so that the answer cannot close its place in the prompt, and a judge that quotes
-it gives no verdict. Chat-template control tokens get a space too, as a server would read them as
-the end of the message.
+labels get a space, so that the answer cannot close its place in the prompt, and so that a judge
+does not give a verdict by quoting it. Chat-template control tokens get a space too, because a
+server would read them as the end of the message.
 """
 
 import functools
@@ -60,7 +60,7 @@ def problem(path: str) -> str:
             if name not in ours:
                 return f"{path}: === {name}: expected one of {', '.join(ours)}"
             if not text or known and places(text) != known:
-                return f"{path}: === {name} has the places {places(text)}, expected {known}"
+                return f"{path}: === {name} has the placeholders {places(text)}, expected {known}"
     except (OSError, ValueError) as error:
         return f"{path}: {error}: expected prompts, each below a line `=== NAME`"
     return "" if given else f"{path}: expected prompts, each below a line `=== NAME`"
@@ -81,14 +81,14 @@ def read(path: str) -> dict[str, str]:
     names_and_texts = re.split(r"^=== (\w+)\n", text, flags=re.MULTILINE)[1:]
     names = names_and_texts[::2]
     if len(set(names)) < len(names):
-        raise ValueError(f"a name is there twice: {', '.join(names)}")
+        raise ValueError(f"a name appears twice: {', '.join(names)}")
     return dict(zip(names, map(str.strip, names_and_texts[1::2]), strict=True))
 
 
 def filled(template: str, parts: dict[str, str], **labels: str) -> str:
     """Fills texts into a prompt's places <name>{name}</name>, which no text can open or close.
 
-    In the texts a label in brackets gets a space, any other label is written in lower case.
+    In the texts, a label in brackets gets a space, and any other label is put in lower case.
     """
     tag = re.compile(rf"<(?=/?\s*(?:{'|'.join(parts)})\s*/?>)", re.IGNORECASE)
     bracketed = [label for label in labels.values() if label[:1] == "["]

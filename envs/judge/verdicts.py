@@ -1,7 +1,7 @@
 """Reads a judge's verdict, for environments whose judge gives a label.
 
-An answer may hold a label, which the judge may quote. Then a label counts only if nothing in the
-reply contradicts it, and if it stands at the end, where the judge was asked to put it.
+An answer may hold a label, which the judge may quote. In that case, a label counts only if nothing
+in the reply contradicts it, and if it stands at the end, where the judge was asked to put it.
 """
 
 import re

@@ -1,21 +1,22 @@
 r"""Questions that may be left open: 1.0 for a right answer, 0.5 for none, 0.0 for a wrong one.
 
-Row: `answer`, the reference; `question`, else the last one of the row's input; `abstention_reward`,
+Row: `answer`, the reference; `question`, else the last one in the row's input; `abstention_reward`,
 the reward for abstaining, between 0 and 1 (0.5). Judged, as in NeMo-Gym's resources_servers/
 abstention: the contents of the last \boxed{} after the thought, or the whole text without a box.
-[IDK] there, regardless of case, with marks and articles around it, abstains without a call to
-the judge. The judge `general` labels anything else as right, wrong, or no attempt, which abstains
-too. A reply without a label counts as wrong. NeMo-Gym has the reward for abstaining in its server's
-settings: among Nemotron 3 Ultra's stages, IFBench has 0.9, which its rows must state here, and the
-others have 0.5.
+[IDK] there, regardless of case and of marks and articles around it, counts as abstaining, without a
+call to the judge. The judge `general` labels anything else as right, wrong, or no attempt, which
+also counts as abstaining. A reply without a label counts as wrong. NeMo-Gym has the reward for
+abstaining in its server's settings: among Nemotron 3 Ultra's stages, IFBench has 0.9, which its
+rows must state here, and the others have 0.5.
 
 Deliberate deviations: the instructions are our own. NeMo-Gym reads its labels A, B and C from any
 word ("Answer: B" is a right answer there); here the last label in double brackets counts, else a
-letter that makes up the last line. If an answer holds a label, a label counts only if it ends the
-reply and is its only one; NeMo-Gym rewards a quoted one. An answer that is empty or cut off earns
-0 unseen, although a judge may call it no attempt. Text in <thinking> tags is not a thought.
+letter that makes up the last line. If an answer holds a label, a label in the reply counts only if
+it ends the reply and is the only one there; NeMo-Gym rewards a quoted label. An answer that is
+empty or cut off earns 0 without being judged, although a judge may call it no attempt. Text in
+<thinking> tags is not a thought.
 
-Known leaks: the judge's. [IDK] is rewarded whatever is written before the box, and for the
+Known leaks: the judge's. [IDK] is rewarded whatever is written before the box, and even for the
 easiest question.
 """
 
@@ -79,7 +80,7 @@ def in_box(text: str) -> str:
 
 
 async def asked(row: dict, answer: str) -> str | None:
-    """Returns the label that the judge gives an answer; None if it gives none.
+    """Returns the label that the judge gives to an answer; None if it gives none.
 
     Raises CheckerError if the judge fails.
     """

@@ -1,7 +1,7 @@
 """Turns verdicts on pairs of answers into a group's rewards, without calling a judge.
 
-The rules and their order come from NeMo-Gym's resources_servers/genrm_compare as of Nemotron 3
-Super. Lengths are counted in characters, in stripped texts.
+The rules and their order come from NeMo-Gym's resources_servers/genrm_compare, in the version used
+for Nemotron 3 Super. Lengths are counted in characters of the stripped texts.
 """
 
 import itertools
@@ -87,19 +87,19 @@ def read(reply: str, quoted: Sequence[Verdict] = ()) -> Verdict | None:
 
 
 def verdicts(text: str) -> list[Verdict]:
-    """Returns all verdicts in a text: first the fenced ones in their order, then from the end."""
+    """Returns all verdicts in a text: first the fenced ones in order, then all from the end."""
     shown = [shown for block in fences(text) for shown in objects(block)]
     shown += reversed(objects(text))
     return [verdict for verdict in map(verdict_of, shown) if verdict]
 
 
 def veiled(text: str) -> str:
-    """Returns a text without a verdict: braces are doubled if it has one, which is not JSON."""
+    """Returns a text without a verdict: if it has one, doubled braces make that invalid JSON."""
     return text.replace("{", "{{").replace("}", "}}") if verdicts(text) else text
 
 
 def verdict_of(text: str) -> Verdict | None:
-    """Returns the verdict in a JSON object, or in its "overall"; None if it has no verdict."""
+    """Returns the verdict in a JSON object, or in its field "overall"; None if it has none."""
     try:
         found = json.loads(text)
         if isinstance(found.get("overall"), dict):
@@ -144,7 +144,7 @@ def objects(text: str) -> list[str]:
 
 
 def closings(text: str, start: int) -> dict[int, int]:
-    """Returns the closing place of each brace from `start` on, -1 if it is not closed.
+    """Returns where each opening brace from `start` on is closed; -1 if it is not.
 
     No string may be open at `start`.
     """
@@ -173,7 +173,7 @@ def base_scores(n: int, compared: Sequence[Pair], found: Sequence[Verdict]) -> l
 
 
 def add_bonus(scores: list[float], sizes: Sequence[int], bonus: float, threshold: float) -> None:
-    """Adds a bonus to the score of the smallest size above 0, if it reaches the threshold."""
+    """Adds a bonus to the shortest answer's score if that reaches the threshold; skips size 0."""
     filled = [i for i, size in enumerate(sizes) if size]
     if not filled:
         return
@@ -195,7 +195,7 @@ def centred(sizes: Sequence[float]) -> list[float]:
 def adjusted(
     scores: Sequence[float], answers: Sequence[Answer], by: dict[str, float]
 ) -> list[float]:
-    """Returns the scores with bonuses for the shortest, then weights for lengths and formatting."""
+    """Returns scores with bonuses for the shortest answers, and length and formatting weights."""
     scores = list(scores)
     reasoning = [len(answer.reasoning.strip()) for answer in answers]
     texts = [len(answer.text.strip()) for answer in answers]

@@ -1,28 +1,29 @@
 """Answers to open questions, compared in pairs by a generative reward model: about 1 to 6.
 
-Row: `principle`, the judge's criterion (default: PRINCIPLE), and `prompt_id`, for readers.
-The answers of a group are compared in a circle, each with the next one, so each is shown first once
+Row: `principle`, the judge's criterion (default: PRINCIPLE), and `prompt_id`, only for readers.
+The answers in a group are compared in a circle, each with the next one, so each is shown first once
 and second once. The judge `genrm` sees the conversation, the principle and both answers without
 their reasoning, under the roles `principle`, `response_1` and `response_2`, which its chat template
-must define. It gives each a score from 1 to 5, and a ranking from 1 (the first is much better) to 6
-(the second is). An answer earns the mean of its two scores. If a pair's scores are equal, the
-ranking moves them apart by at most 5. Then services.genrm weighs, within the group: a bonus for the
-shortest reasoning and for the shortest answer if they are among the best, both lengths, and
-formatting (envs/llm_judged/comparison.py). An answer that repeats its reasoning earns 1.0.
+must define. It gives each answer a score from 1 to 5, and the pair a ranking from 1 (the first is
+much better) to 6 (the second is). An answer earns the mean of its two scores. If a pair's scores
+are equal, the ranking moves them apart by at most 5. Then adjustments are made within the group,
+with the weights in services.genrm: a bonus for the shortest reasoning and for the shortest answer
+if they are among the best, and weights for both lengths and for formatting
+(envs/llm_judged/comparison.py). An answer that repeats its reasoning earns 1.0.
 
-Source: NeMo-Gym's resources_servers/genrm_compare as of Nemotron 3 Super, with `use_principle`.
-Rows of `genrm_simple_agent_reasoning_off` are answered without a thought
-(rollout/messages.py).
+Source: NeMo-Gym's resources_servers/genrm_compare, in the version used for Nemotron 3 Super, with
+`use_principle`.
+Rows for `genrm_simple_agent_reasoning_off` are answered without a thought (rollout/messages.py).
 
-After a reply without a verdict the judge is asked again; after TRIES such replies neither answer is
-better. If the judge is away or refuses a request, the group fails and is tried again: its answers
-and the verdicts so far are kept.
+After a reply without a verdict, the judge is asked again; after TRIES such replies, neither answer
+counts as better. If the judge is away or refuses a request, the group fails and is tried again: its
+answers and the verdicts so far are kept.
 
-Deliberate deviations. An answer that is empty, or was cut off while it thought, is shown as "None",
-as in NeMo-Gym, and earns at most 0: the length weights would reward it. Numbers outside the ranges
-that a judge is asked for, such as a score of 10, are not a verdict. A verdict in an answer is shown
-with its braces doubled, and counts only if it ends a reply that has no other. If a pair is too long
-for the judge, neither answer is better.
+Deliberate deviations. An answer that is empty, or was cut off during the thought, is shown as
+"None", as in NeMo-Gym, and earns at most 0, because the length weights would otherwise reward it.
+Numbers outside the ranges that a judge is asked for, such as a score of 10, are not a verdict. A
+verdict in an answer is shown with its braces doubled, and counts only if it ends a reply that has
+no other. If a pair is too long for the judge, neither answer counts as better.
 Known leaks: answers that persuade the judge; East Asian letters count as formatting, as in
 NeMo-Gym.
 """
@@ -48,7 +49,7 @@ SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 16384}
 LONGEST = 50_000  # characters of a reply
 MOST = 1000  # incomplete groups whose verdicts are kept
 PRINCIPLE = prompts(__file__)["principle"]
-# By group, the verdicts of a failed attempt at it.
+# The verdicts from a failed attempt at a group, by group.
 FOUND: dict[str, dict[Pair, Verdict | None]] = {}
 
 
@@ -66,8 +67,8 @@ def check(row: dict) -> None:
 async def score_group(rows: list[dict], responses: list[str]) -> list[Reward]:
     """Returns a group's rewards.
 
-    `base` is the score before lengths and formatting; `ties` and `unread` are the shares of an
-    answer's comparisons that the ranking decided, and that gave no verdict.
+    `base` is the score before lengths and formatting; `ties` is the share of an answer's
+    comparisons that the ranking decided, and `unread` the share that gave no verdict.
 
     Raises ValueError if there are fewer than two answers, Away if the judge is away, and
     CheckerError if it refuses a request.

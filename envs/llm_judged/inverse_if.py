@@ -1,17 +1,17 @@
 """Unusual instructions, graded by a rubric: the share of its criteria that are met.
 
-Row: `rubric` ([{"id", "criteria"}]), `prompt`, `reference_response`, and the judge's own words:
-`judge_system_prompt` and `judge_prompt_template` with the places {prompt}, {model_response},
+Row: `rubric` ([{"id", "criteria"}]), `prompt`, `reference_response`, and the judge's prompts:
+`judge_system_prompt` and `judge_prompt_template` with the placeholders {prompt}, {model_response},
 {standard_response} and {criteria}. Judged, as in NeMo-Gym's resources_servers/inverse_if: the text
-after the thought, by the judge `general`, one call per criterion. Its verdict, PASS or FAIL, is
-the "result" of the JSON object in the first fenced block, else of any JSON object, else the word in
-the last of the final five lines that contains one of them. Rewards are in [0, 1].
+after the thought, by the judge `general`, one call per criterion. Its verdict, PASS or FAIL, is the
+"result" of the JSON object in the first fenced block, else of any JSON object, else the word in the
+last of the final five lines that contains one. Rewards are in [0, 1].
 
-Deliberate deviations: a row is bad if its template lacks a place or has an unknown one; an answer
-that is empty or cut off earns 0 unseen; a reply without a verdict is counted, and the criterion
-fails. Lines of the template and verdicts in an answer get a space (envs/judge/prompts.py), and if
-an answer holds a verdict, no verdict is read that the reply may quote. NeMo-Gym rewards a quoted
-PASS. Known leaks: the judge's.
+Deliberate deviations: a row is bad if its template lacks a required placeholder or has an unknown
+one; an answer that is empty or cut off earns 0 without being judged; a reply without a verdict is
+counted, and the criterion fails. If an answer contains lines of the template, or verdicts, these
+get a space (envs/judge/prompts.py), and if it holds a verdict, a verdict that the reply may quote
+is not read. NeMo-Gym rewards a quoted PASS. Known leaks: the judge's.
 """
 
 import functools
@@ -42,7 +42,7 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless there are criteria, and a template with the known places."""
+    """Raises ValueError unless there are criteria, and a template with the known placeholders."""
     rubric = get(row, "rubric", list, "a list of criteria")
     require(rubric, "rubric", rubric, "at least one criterion")
     for i, item in enumerate(rubric):
@@ -54,16 +54,16 @@ def check(row: dict) -> None:
     try:
         parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
-        require(False, "judge_prompt_template", template, f"a template of str.format ({error})")
+        require(False, "judge_prompt_template", template, f"a str.format template ({error})")
     names = {name for _, name, _, _ in parts}
     plain = all(not spec and not conversion for _, _, spec, conversion in parts)
     good = plain and {"model_response", "criteria"} <= names <= PLACES
-    expected = "the places {model_response} and {criteria}, perhaps {prompt}, {standard_response}"
+    expected = "{model_response} and {criteria}, and perhaps {prompt} and {standard_response}"
     require(good, "judge_prompt_template", template, expected)
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns the mean over the rubric; `met` lists the numbers of the criteria that are met.
+    """Returns the mean over the rubric; `met` lists the indices of the criteria that are met.
 
     Raises CheckerError if the judge fails.
     """
@@ -98,7 +98,7 @@ async def score(row: dict, criteria: str, text: str) -> float:
 
 @functools.cache
 def delimiters(template: str) -> list[str]:
-    """Returns the lines with a letter in each part of a template; without one, all its lines."""
+    """Returns each template part's lines that have a letter; all its lines if none has one."""
     found = []
     for own, *_ in string.Formatter().parse(template):
         lines = [line.strip() for line in own.split("\n") if len(line.strip()) > 1]
@@ -114,9 +114,9 @@ def spoken(answer: str) -> list[str]:
 def verdict(reply: str, answer: str = "") -> str | None:
     """Returns PASS or FAIL; None if the reply has neither.
 
-    If the answer holds such an object, PASS counts only if an object ends the reply and FAIL is not
-    in it. If the answer holds the word PASS, a word counts only if it is the last line of the reply
-    and not a line of the answer.
+    If the answer holds such an object, PASS counts only if an object ends the reply and the reply
+    does not contain FAIL. If the answer holds the word PASS, a word counts only if it is the last
+    line of the reply and not a line of the answer.
     """
     if said := of_object(reply):
         if not spoken(answer):

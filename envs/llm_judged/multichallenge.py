@@ -7,8 +7,9 @@ last label counts, else YES or NO in the judge's last line. Rewards are in [0, 1
 
 Deliberate deviations: the instructions are our own, with the published labels; a reply with neither
 label does not meet its question, even if NO is wanted; an empty rubric is a bad row; an answer that
-is empty or cut off earns 0 unseen. If an answer holds a label or such a word, no verdict is read
-that the reply may quote; NeMo-Gym rewards a quoted one. Known leaks: the judge's.
+is empty or cut off earns 0 without being judged. If an answer holds a label or such a word, a
+verdict that the reply may quote is not read; NeMo-Gym rewards a quoted one. Known leaks: the
+judge's.
 """
 
 import re
@@ -31,7 +32,7 @@ PROMPT = prompts(__file__)["rubric"]
 
 
 class Item(TypedDict):
-    """A question of a rubric."""
+    """A question in a rubric."""
 
     question: str
     pass_criteria: NotRequired[str | None]  # "YES" or "NO"
@@ -56,7 +57,7 @@ def check(row: dict) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns the mean over the rubric; `met` lists the numbers of the questions that are met.
+    """Returns the mean over the rubric; `met` lists the indices of the questions that are met.
 
     Raises CheckerError if the judge fails.
     """
@@ -92,9 +93,9 @@ async def score(item: Item, context: str, answer: str) -> float:
 def verdict(reply: str, answer: str = "") -> str | None:
     """Returns YES or NO: the last label, else the word in the last line; None without either.
 
-    If the answer holds a label, a label counts only if it ends the reply and is its only one. If
-    the answer holds a word, a word counts only if it is all of the last line and not a line of the
-    answer.
+    If the answer holds a label, a label in the reply counts only if it ends the reply and is the
+    only one there. If the answer holds a word, a word in the reply counts only if it makes up the
+    whole last line and is not a line of the answer.
     """
     yes, no = reply.rfind(YES), reply.rfind(NO)
     if yes >= 0 or no >= 0:

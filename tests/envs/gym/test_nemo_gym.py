@@ -217,7 +217,7 @@ def test_only_numbers_that_means_can_be_made_of_are_logged():
 
 @pytest.mark.parametrize(("fault", "expected"), [
     ("500", "failed: .*status 500.*a tool broke"),
-    ("no metadata", "failed: .*the agent does not pass on metadata of its row"),
+    ("no metadata", "failed: .*the agent does not pass on the metadata of its row"),
     ("reset", "failed: .*Disconnected"),
 ])  # fmt: skip
 def test_a_failed_try_says_why_and_is_no_outage(server, fault, expected):
@@ -232,7 +232,7 @@ def test_an_agent_that_asks_somebody_else_is_told_of(server):
     with pytest.raises(CheckerError, match="failed"):
         attempt(server, sampler_of(calls))
     server._episode = lambda row: asyncio.sleep(0, "seven")
-    with pytest.raises(CheckerError, match="never asked for the policy: policy_base_url"):
+    with pytest.raises(CheckerError, match="never called the policy: NeMo-Gym's policy_base_url"):
         attempt(server, sampler_of(calls))
 
 
@@ -344,18 +344,18 @@ def test_a_head_server_that_does_not_answer_or_is_none_is_told_of():
         services.configure(Services(nemo_gym=(url, "http://127.0.0.1:9")))
         check_rows.check_services(ROW)
         services.configure(Services(nemo_gym=(server.policy.removesuffix("/v1"),)))
-        told = "it is no head server of NeMo-Gym: HTTP Error"
+        told = "it is not a head server of NeMo-Gym: HTTP Error"
         with pytest.raises(errors.ModuleError, match=told):
             check_rows.check_services(ROW)
     services.configure(Services(nemo_gym=(url,)))
     gym._problem.cache_clear()
-    expected = rf"\('{url}',\): {url} does not answer: .*; expected a head server that runs"
+    expected = rf"\('{url}',\): {url} does not answer: .*; expected a running head server"
     with pytest.raises(errors.ModuleError, match=expected):
         check_rows.check_services(ROW)
 
 
 @pytest.mark.parametrize(("said", "error", "expected"), [
-    (b"SSH-2.0-OpenSSH_9\r\n", ValueError, "no server of HTTP: BadStatusLine"),
+    (b"SSH-2.0-OpenSSH_9\r\n", ValueError, "not an HTTP server: BadStatusLine"),
     (b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", OSError, "in the middle of its answer"),
     (b"", OSError, "middle of its answer: Remote end closed"),
 ])  # fmt: skip

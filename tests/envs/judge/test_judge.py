@@ -211,7 +211,7 @@ def test_a_file_of_prompts_that_is_damaged_during_a_run_asks_nothing(tmp_path):
     path.write_text("=== compare\nYou grade an an")
     with Judge("[[YES]]") as server:
         use(general={"url": server.url, "prompts": str(path)})
-        with pytest.raises(CheckerError, match="=== compare has the places set"):
+        with pytest.raises(CheckerError, match="=== compare has the placeholders set"):
             prompts.chosen("general", PROMPTS["compare"])
     assert not server.asked
 

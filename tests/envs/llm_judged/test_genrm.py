@@ -242,10 +242,10 @@ def test_a_file_has_another_principle(tmp_path):
 @pytest.mark.parametrize(("text", "told"), [
     ("=== principal\nBe brief.", "=== principal: expected one of .*principle"),
     ("Be brief.", "expected prompts, each below a line `=== NAME`"),
-    ("=== rubric\n{answer} {question}", "=== rubric has the places {.*}, expected {"),
+    ("=== rubric\n{answer} {question}", "=== rubric has the placeholders {.*}, expected {"),
     ("=== rubric\n{answer", "expected '}'"),
-    ("=== principle\n\n", "=== principle has the places"),
-    ("=== principle\na\n=== principle\nb", "a name is there twice: principle, principle"),
+    ("=== principle\n\n", "=== principle has the placeholders"),
+    ("=== principle\na\n=== principle\nb", "a name appears twice: principle, principle"),
     (None, "No such file.*expected prompts"),
 ])  # fmt: skip
 def test_a_file_of_prompts_that_cannot_be_used_is_named(tmp_path, text, told):
