@@ -12,9 +12,9 @@ first label counts. A reply without a label means "not the same". Three agents d
 As in the released configurations, no Rules give half the reward for a match in the whole answer.
 
 Deliberate deviations: the instructions are our own, with the published labels, which an answer
-cannot imitate; an answer that is empty or cut off earns 0 unseen. If an answer holds a label,
-"the same" counts only if it ends the reply and nothing contradicts it; NeMo-Gym rewards a quoted
-one. Known leaks: the judge's.
+cannot imitate; an answer that is empty or cut off earns 0 without being judged. If an answer holds
+a label, "the same" counts only if it ends the reply and nothing contradicts it; NeMo-Gym rewards a
+quoted one. Known leaks: the judge's.
 """
 
 import re
@@ -103,7 +103,7 @@ async def judged(row: dict, response: str, rules: Rules) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check that a child runs, because a regex may take for ever."""
+    """Returns the check, which runs in a child process because a regex may take for ever."""
 
     def check(patterns: list[str | None], question: str, text: str) -> dict:
         question_pattern, text_pattern = patterns
@@ -113,7 +113,7 @@ def make_check() -> Callable[..., dict]:
 
 
 def extracted(pattern: str | None, text: str) -> str:
-    """Returns the part of a text that a regex finds, stripped; all of it if there is no match.
+    """Returns the part of a text that a regex finds, stripped; the whole text if there is no match.
 
     The part is the first group that is not blank in the last match, else the whole match.
     """

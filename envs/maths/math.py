@@ -58,8 +58,9 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check that a child runs, with its library imported and warm."""
-    # SymPy would import these during a check, where a file that cannot be opened means unequal.
+    """Returns the check that a child process runs, with its library imported and warm."""
+    # SymPy would import these during a check, where a file that cannot be opened makes answers
+    # unequal.
     import sympy.integrals.manualintegrate  # type: ignore[import-untyped]
     import sympy.integrals.prde  # type: ignore[import-untyped]
     import sympy.physics.matrices  # type: ignore[import-untyped]

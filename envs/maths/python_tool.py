@@ -1,19 +1,19 @@
 """Mathematics with a Python interpreter that keeps its state: 1.0 for a right answer, else 0.0.
 
 Row: as for the environment that judges, which `verifier_type` names (default math_with_judge), plus
-the tool `stateful_python_code_exec` with `code`. At most 50 answers, of which the last is judged by
-that verifier, as in NeMo-Gym's resources_servers/ns_tools. Each episode has its own session in the
-sandbox (envs/sandbox/sessions.py), which ends with it. A call shows what its code printed, the
-value of its last line, or a traceback: at most 1,000 characters. If a call takes over 10 s, the
-interpreter is restarted, and the output states this.
+the tool `stateful_python_code_exec` with `code`. An episode has at most 50 answers, of which the
+last is judged by that verifier, as in NeMo-Gym's resources_servers/ns_tools. Each episode has its
+own session in the sandbox (envs/sandbox/sessions.py), which ends with the episode. A call shows
+what its code printed, the value of its last line, or a traceback: at most 1,000 characters. If a
+call takes over 10 s, the interpreter is restarted, and the output states this.
 
 numpy and sympy are available if the sandbox's Python has the same version as ours and the user
-nobody may read our packages. If services.sandbox is "http", it is an IPython session of
-NeMo-Skills' service.
+nobody may read our packages. If services.sandbox is "http", the interpreter is an IPython session
+of NeMo-Skills' service.
 
-Deliberate deviations. The sandbox's own interpreter has no IPython magics, and shows what was
-printed to stdout and stderr in the order in which it was printed. A call's processes and threads
-pause or end when the call does. A calculation that got no CPU does not time out.
+Deliberate deviations. The sandbox's own interpreter has no IPython magics, and shows stdout and
+stderr together, in the order of printing. A call's processes and threads pause or end when the call
+does. A calculation that gets no CPU does not time out.
 
 Known leaks: as in envs/maths/math.py. The code can see neither the row nor another episode.
 """
@@ -74,7 +74,7 @@ async def converse_with_python(row: dict, sampler: "Sampler", max_steps: int) ->
         async def call(name: str, given: dict) -> str:
             code = given.get("code")
             if not isinstance(code, str):
-                return json.dumps({"error": "the argument `code` is no text"})
+                return json.dumps({"error": "the argument `code` is not a text"})
             return await python.run(code)
 
         messages, tools = chat(params["input"]), params.get("tools")

@@ -7,7 +7,7 @@ from envs.judge.verdicts import choose
 from rollout.messages import last_question
 
 JUDGE = "general"
-TOKENS = 8192  # tokens in the judge's answer, as in Super's configuration
+TOKENS = 8192  # maximum tokens in the judge's answer, as in Super's configuration
 PROMPTS = prompts(__file__)
 
 

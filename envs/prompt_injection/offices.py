@@ -1,8 +1,8 @@
 """Defines the tools of the nine simulated offices, with NeMo-Gym's names and parameters.
 
 Each office has its kinds of records, and a table of its tools, made from the shapes in
-envs/prompt_injection/worlds.py. If no shape fits, a function stands above the table. The rows
-describe the tools to the policy.
+envs/prompt_injection/worlds.py. If no shape fits, a function is defined above the table. The data
+rows describe the tools to the policy.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ from envs.prompt_injection.worlds import (
 
 LONGEST = 1000  # characters or items that hours times a rate may give
 
-# --- messages of several offices ------------------------------------------------------------------
+# --- messages in several offices ------------------------------------------------------------------
 
 
 def user(world: World) -> Record:
@@ -40,7 +40,7 @@ def user(world: World) -> Record:
 
 
 def send_message(world: World, args: Args) -> str:
-    """Adds a message; the office's parameter for its receiver may have any of three names."""
+    """Adds a message; the office's parameter for the recipient may have any of three names."""
     me = user(world)
     author = args["from_"] or me.get("email") or me.get("name", "system@example.com")
     to = args["recipient"] or args["to"] or args["recipients"]
@@ -152,7 +152,7 @@ def submit_feedback(world: World, args: Args) -> Output:
 
 
 def send_email(world: World, args: Args) -> str:
-    """Adds a mail to the inbox, or to the messages if there is no inbox."""
+    """Adds an email to the inbox, or to the messages if there is no inbox."""
     author = user(world).get("email", "system@company.example")
     known = args | {"from": author, "to": args["recipient"]}
     mail = filled("from to subject body timestamp=sent", known)
@@ -164,7 +164,7 @@ def send_email(world: World, args: Args) -> str:
 
 
 def get_inbox(world: World, args: Args) -> Output:
-    """Returns all mails."""
+    """Returns all emails."""
     return world.tables.get("inbox", world.tables.get("messages", []))
 
 
@@ -288,7 +288,7 @@ POLICY = Kind("policies", "policy_id", "Policy")
 
 
 def is_of_claim(record: Record, name: str, value: str) -> bool:
-    """Returns whether a message belongs to a claim, in either of two fields."""
+    """Returns whether a message belongs to a claim, according to either of two fields."""
     return equal(record, "related_claim_id", value) or equal(record, name, value)
 
 
@@ -446,7 +446,7 @@ def submit_customs(world: World, args: Args) -> Output:
 
 
 def adjust_quantity(world: World, args: Args) -> str:
-    """Adds to an item's quantity."""
+    """Adds the adjustment to an item's quantity."""
     key = args["inventory_id"]
     items = ITEM.records(world)
     if key not in items:

@@ -29,7 +29,7 @@ Comparison = Callable[[Record, str, Any], bool]  # compares a record's field wit
 
 @dataclass
 class World:
-    """The data that the tools of an episode read and change.
+    """The data that the tools in an episode read and change.
 
     New ids look random but are the same in each episode: if an episode restarts because its engine
     was lost, it gets the same results again.
@@ -62,7 +62,7 @@ class Tool:
         """
         known = (*self.required, *self.optional)
         for key in given:
-            if key == "env":  # the parameter of Gym's functions that has the world
+            if key == "env":  # the parameter of Gym's functions that holds the world
                 raise TypeError(f"{name}() got multiple values for argument 'env'")
             if not self.is_open and key not in known:
                 raise TypeError(f"{name}() got an unexpected keyword argument '{key}'")
@@ -138,7 +138,7 @@ class Test:
 
 
 def must(argument: str, compare: Comparison, name: str = "") -> Test:
-    """Returns the test of a required argument against the field `name`, by default its own name."""
+    """Returns a test of a required argument against a field, by default the one of its own name."""
     return Test(argument, compare, name or argument)
 
 
@@ -228,7 +228,7 @@ class Kind:
         return world.tables[self.table]
 
     def missing(self, args: Args) -> str:
-        """Returns the error that there is no such record."""
+        """Returns the error for a record that does not exist."""
         return f"{self.word} {args[self.key]} not found."
 
     def read(self, words: str = "") -> Tool:

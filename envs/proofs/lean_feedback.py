@@ -48,7 +48,7 @@ def errors(output: str) -> list[Found]:
 
 
 def feedback(ran: Ran, source: str) -> str:
-    """Returns a failed proof's errors, as its author should see them."""
+    """Returns a failed proof's errors, as shown to its author."""
     if ran.ended == "time":
         return TIMEOUT
     output = f"{ran.stdout}\n{ran.stderr}"

@@ -13,12 +13,12 @@ from envs.services import CheckerError
 LIMITS = sandbox.Limits(seconds=30, memory=16 << 30, output=200_000)
 ENDED = {"completed": "", "failed": "", "timeout": "time"}  # the service's status -> Ran.ended
 ERROR = re.compile(r":(\d{1,9}):\d+: error")  # as in FILE:LINE:COLUMN: error: unknown identifier
-# The proof is at fault. Without such an error, Lean was killed, or had no memory or disk.
+# The proof is at fault if one of these appears; else Lean was killed, or lacked memory or disk.
 SAYS_WHY = re.compile(rf"{ERROR.pattern}|stack overflow|deep recursion", re.IGNORECASE)
 # The machine is at fault, because a proof can neither do IO nor start a thread.
 MACHINE = re.compile(r"error: (?:IO error|failed to create thread)")
 COMPILES: set[str] = set()  # headers that compiled in this process
-REFUSES: set[str] = set()  # headers below which a false proof was refused in this process
+REFUSES: set[str] = set()  # headers with which a false proof was refused in this process
 
 
 async def compile_lean(source: str) -> sandbox.Ran:
@@ -73,7 +73,7 @@ async def is_doubtful(header: str, ran: sandbox.Ran) -> bool:
 
 
 def is_unsaid(ran: sandbox.Ran) -> bool:
-    """Returns whether Lean ended without output, as when it is killed, or at a service's deadline.
+    """Returns whether Lean ended without output, as when killed, or at a service's deadline.
 
     That deadline counts wall-clock time: the service may have been busy.
     """
@@ -91,7 +91,7 @@ async def must_compile(header: str) -> None:
 
 
 async def must_refuse(header: str) -> None:
-    """Raises CheckerError if a false proof is accepted, so that the compiler cannot be Lean."""
+    """Raises CheckerError if a false proof is accepted: then the compiler cannot be Lean."""
     if header in REFUSES:
         return
     probe = await compile_lean(header + "example : False := trivial\n")

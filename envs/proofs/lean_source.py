@@ -46,7 +46,7 @@ def code_block(text: str, languages: tuple[str, ...] = LANGUAGES) -> str:
 
 
 def proof_of(code: str) -> str:
-    """Returns the code after `:=` and `by` of the first theorem or example, else all code."""
+    """Returns the code after `:=` and `by` in the first theorem or example, else all code."""
     lines = code.strip().splitlines()
     heads = (i for i, line in enumerate(lines) if re.match(r"\s*(?:theorem|example)\b", line))
     first = next(heads, len(lines))
@@ -97,8 +97,8 @@ def problem() -> str:
         return service.problem(address)
     if own.sandbox == "http":
         return (
-            f"services.lean = {own.lean!r} is a command, and services.sandbox = 'http' runs no "
-            "command: expected the URL"
+            f"services.lean = {own.lean!r} is a command, but services.sandbox = 'http' runs no "
+            "commands: expected a URL"
         )
     if why := unavailable(own.lean):
         return f"services.lean = {own.lean!r}{why} expected {EXPECTED}"
@@ -120,7 +120,7 @@ def unavailable(lean: str) -> str:
 
 
 def folders(command: list[str]) -> list[str]:
-    """Returns the folders outside /usr that a command needs: named in it, or of its programs."""
+    """Returns the folders outside /usr that a command names, or that hold its programs."""
     program = shutil.which(command[0]) or command[0]
     found = set()
     for word in [program, *command]:

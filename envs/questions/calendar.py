@@ -3,15 +3,15 @@
 Row: `exp_cal_state`, event id -> `duration` (minutes), `min_time`, `max_time`, and `constraint`:
 null, "before T", "after T", "between T and T" or "at T". Judged: the first JSON list of objects in
 the text after the thought, as in NeMo-Gym's resources_servers/calendar. It must hold each expected
-event with its duration, inside its times, and no two events may overlap. Other fields of an event,
-such as its name, are not compared. A row that expects no event rewards any answer.
+event with its duration, within its times, and no two events may overlap. Other fields of an event,
+such as its name, are not compared.
 
 If two events have the same id, the last is judged; an event that is given twice does not overlap
 itself. A text with `<think>` that no parser has read earns 0, as in NeMo-Gym. Deliberate
 deviations: an event's texts may hold brackets, with which NeMo-Gym's regular expression finds no
 list; 12:-1 is not a time.
 
-Known leak: a row that expects no event rewards good and bad answers alike.
+Known leak: if a row expects no events, good and bad answers earn the same reward.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
 
 def check(row: dict) -> None:
     """Raises ValueError unless `exp_cal_state` has the duration and times of each event."""
-    expected = get(row, "exp_cal_state", dict, "event ids with what is expected of them")
+    expected = get(row, "exp_cal_state", dict, "event ids with what is expected of each")
     for name in expected:
         at = f"exp_cal_state.{name}."
         get(expected, f"{name}.duration", int, "minutes", "exp_cal_state.")

@@ -6,7 +6,7 @@ import re
 def extract(text: str) -> str:
     r"""Returns the last `<answer>` tag, else the first `\boxed{}`, else everything; stripped.
 
-    It finds what reasoning_gym.utils.extract_answer and Gym's regular expressions find; their time
+    Finds what reasoning_gym.utils.extract_answer and Gym's regular expressions find, whose time
     grows with the square of a hostile text's length.
     """
     tagged = None

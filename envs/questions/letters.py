@@ -15,7 +15,7 @@ LEADING = re.compile(r"[A-Za-z](?![A-Za-z0-9])")
 CAPITAL = re.compile(r"\b[A-Z]\b")
 LISTED = re.compile(r"\s*[/|&,;]\s*|\s+(?:or|and)\s+|\s+", re.IGNORECASE)
 ANSWER = re.compile(r"[*_]{0,2}Answer[*_]{0,2}\s*:[*_\s]{0,2}(.+)", re.IGNORECASE)
-# The letters that Arabic and Bengali write for A to D.
+# The letters that stand for A to D in Arabic and Bengali.
 OTHER_SCRIPTS = str.maketrans({
     "\u0623": " A", "\u0628": " B", "\u062c": " C", "\u062f": " D",
     "\u0985": " A", "\u09ac": " B", "\u09a1": " C", "\u09a2": " D",

@@ -2,15 +2,16 @@ r"""Multiple choice: 1.0 if the chosen letter is the right one, else 0.0.
 
 Row: `options` ([{"A": text}, ...]; null texts are not options), `expected_answer` (a letter),
 `grading_mode`, `template_metadata` with `output_regex` (one or a list) and `answer_prefix`. Judged:
-the text after the thought, as in NeMo-Gym's resources_servers/mcqa. First the row's regexes, in
-turn: the last match holds a letter, in the options or not, or an option's text. Then grading_mode:
+the text after the thought, as in NeMo-Gym's resources_servers/mcqa. First come the row's regexes,
+in turn: the last match holds a letter, in the options or not, or an option's text. Then comes
+grading_mode:
     strict_single_letter_boxed   the last \boxed{}: a capital alone ("[C]"), or before one of :).-
     lenient_boxed                the same; else the only option with its text in the box
     lenient_answer_colon         the first "answer:": a letter or an option's text, no more
     lenient_answer_colon_md      the last "Answer:" or `answer_prefix` that names one letter, also
                                  in Markdown; "A or B" names none; with a prefix, else the box
 
-Deliberate deviations: a row with an invalid regex is bad; of several groups the first counts. The
+Deliberate deviations: a row with an invalid regex is bad; the first of several groups counts. The
 package nemo-gym 0.4.0 is older: it reads the first box, with one capital alone.
 Known leaks: a box earns 1.0 for its first letter whatever follows the mark ("B. A. C. D.", "B-D"),
 lenient_boxed rewards a box that denies the right option ("not B's text"), and
@@ -86,7 +87,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check that a child runs, because a row's regex may take for ever."""
+    """Returns the check, which runs in a child process because a row's regex may take for ever."""
 
     def check(patterns: list[str], text: str) -> dict:
         found = []

@@ -7,13 +7,13 @@ resources_servers/nvarc.
                    A line is a row. Its one-digit words are cells, and no other word counts
     inductive      a program that defines transform(grid): the last ```python block, else the last
                    block without a language, else a text with "def transform". It is called once, in
-                   the sandbox, with `test_input`. Its result is read as JSON, arrays as lists,
-                   and 1.0, true or "1" as 1. It has 30 s, numpy, scipy and torch
+                   the sandbox, with `test_input`. Its result is read as JSON, arrays as lists, and
+                   1.0, true or "1" as 1. The program has 30 s, numpy, scipy and torch
 
 As in NeMo-Gym, a program that imports os, calls open or uses similar names (nvarc_programs) earns
-0, and its prints are lost. Deliberate deviations: it may define classes, which NeMo-Gym's runner
-cannot, and recurse 50,000 deep; arrays and tensors in a list are lists too; the 30 s are for the
-whole program, and waiting for a CPU does not count.
+0, and what it prints is lost. Deliberate deviations: it may define classes, which does not work in
+NeMo-Gym's runner, and recurse 50,000 deep; arrays and tensors in a list are lists too; the 30 s are
+for the whole program, and waiting for a CPU does not count.
 
 Known leaks: everything but one-digit words is skipped, so "-1", "1." and "0 12 1" read as 1, 1 and
 0 1, and a grid needs no box. `train` is not judged: a program earns 1.0 even if it returns a grid
@@ -67,7 +67,7 @@ def check_grid(row: dict, field: str) -> None:
         same = f"{width} cells, as the first row has"
         require(len(line) == width, f"{field}[{i}]", f"a list of {len(line)}", same)
     size = len(json.dumps(grid))
-    most = f"at most {LIMITS.output} bytes of JSON, as a program may return no more"
+    most = f"at most {LIMITS.output} bytes of JSON, because a program may return no more"
     require(size <= LIMITS.output, field, f"a grid of {size} bytes", most)
 
 

@@ -46,14 +46,14 @@ class Returned(NamedTuple):
 def problem() -> str:
     """Returns why programs cannot import what their prompts offer, and the remedy; "" if they can.
 
-    The imports of the service at services.sandbox_url are not known here.
+    What the service at services.sandbox_url can import is not known here.
     """
     if services.current().sandbox == "http":
         return ""
     if not importlib.util.find_spec("scipy"):
         return "prompts of inductive rows offer scipy: expected requirements.txt to be installed"
     if not sandbox.own_packages():
-        return "the sandbox's Python cannot import this one's numpy, which the log explains"
+        return "the sandbox's Python cannot import this Python's numpy: the log says why"
     return ""
 
 
@@ -66,7 +66,7 @@ def program(text: str) -> str | None:
 
 
 async def found_in(text: str, function: Callable[[str], T]) -> T:
-    """Returns the result of a function on a text.
+    """Returns the result of applying a function to a text.
 
     A long text is read in a thread, because a megabyte takes a tenth of a second.
     """

@@ -8,12 +8,12 @@ response that never closes its `<think>` earns 0, and boards are compared as boa
 The library rewards many wrong answers: docs/environments.md lists the known ones. Answers to
 puzzles in EVALUATES run as Python, in the sandbox.
 
-A row with `"exact": true` gives 1 for its `answer`, letter by letter, and 0 for any other. It
+A row with `"exact": true` gives 1 for its `answer`, character by character, and 0 for any other. It
 closes all these leaks if there is one right answer and the question states its form. It does not
-suit puzzles with many answers, nor: advanced_geometry, codeio, coin_flip, complex_arithmetic,
+suit puzzles with many answers, nor these: advanced_geometry, codeio, coin_flip, complex_arithmetic,
 decimal_arithmetic, decimal_chain_sum, figlet_font, fraction_simplification, futoshiki,
 group_anagrams, knights_knaves, number_format, palindrome_partitioning, polynomial_equations,
-polynomial_multiplication, pool_matrix, power_function, the integrations.
+polynomial_multiplication, pool_matrix, power_function and the integration puzzles.
 """
 
 import math
@@ -26,7 +26,7 @@ from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 from envs.services import Need
 
 AGENTS = ("reasoning_gym_simple_agent", "reasoning_gym")
-# Their scorers compare with tuples, which JSON turned into lists: the right answer would earn 0.05.
+# Their scorers compare with tuples, which JSON turns into lists: the right answer would earn 0.05.
 BOARDS = ("arc_agi", "rearc")
 # Its scorer accepts any text that is not empty.
 BROKEN = ("game_of_life_halting",)
@@ -96,7 +96,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check that a child runs, with its library imported."""
+    """Returns the check that a child process runs, with its library imported."""
     # As in envs/maths/math.py: scorers of integrals and polynomials make SymPy import these.
     import sympy.integrals.manualintegrate  # type: ignore[import-untyped]
     import sympy.integrals.prde  # type: ignore[import-untyped]  # noqa: F401

@@ -278,7 +278,7 @@ def test_the_row_names_the_mode_or_else_the_agent():
 def test_programs_need_what_their_prompts_offer(monkeypatch):
     for lacks, why in (
         ({"importlib.util.find_spec": lambda name: None}, "expected requirements.txt"),
-        ({"envs.sandbox.sandbox.own_packages": lambda: ""}, "cannot import this one's numpy"),
+        ({"envs.sandbox.sandbox.own_packages": lambda: ""}, "cannot import this Python's numpy"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr("importlib.util.find_spec", lambda name: name)
