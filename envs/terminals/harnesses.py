@@ -1,7 +1,8 @@
-"""Compares terminal agents' actions with a teacher's, by the rules of its harness.
+"""Compares a terminal agent's actions with a teacher's, by the rules of the agent's harness.
 
-The rules come from NeMo-Gym's resources_servers/terminal_multi_harness. Each returns the error,
-or "". A tool without a rule needs the same name, and only keys that the teacher's call has.
+The rules come from NeMo-Gym's resources_servers/terminal_multi_harness. Each rule returns the
+error, or "". For a tool without a rule, the name must be the same, and the call may have only keys
+that the teacher's call has.
 """
 
 import json
@@ -57,7 +58,7 @@ def difference(
 
 
 def order(call: Action) -> tuple[str, str]:
-    """Returns a call's sorting key in a batch, as a batch has no fixed order."""
+    """Returns a call's sorting key in a batch, because a batch has no fixed order."""
     decoded = decode(call)
     return call["name"], call["arguments"] if decoded is None else canonical(decoded)
 
@@ -83,7 +84,7 @@ def call_difference(
     actual = decode(found)
     schema = schemas.get(found["name"])
     if expected is None or actual is None:
-        return "arguments are no JSON object"
+        return "arguments are not a JSON object"
     if schema is None:
         return "no such tool"
     parse_texts(actual, schema)
@@ -113,7 +114,7 @@ def parse_texts(actual: Arguments, schema: dict) -> None:
 
 
 def equal(*names: str) -> Rule:
-    """Returns a rule that these arguments are the same."""
+    """Returns a rule by which these arguments must be the same."""
 
     def rule(expected: Arguments, actual: Arguments, bound: float) -> str:
         other = [name for name in names if expected.get(name) != actual.get(name)]
@@ -123,7 +124,7 @@ def equal(*names: str) -> Rule:
 
 
 def alike(name: str, plain: Callable[[str], str]) -> Rule:
-    """Returns a rule that the normalised texts of this argument reach the similarity bound."""
+    """Returns a rule by which this argument's normalised texts must reach the similarity bound."""
 
     def rule(expected: Arguments, actual: Arguments, bound: float) -> str:
         wanted = expected.get(name)
@@ -144,7 +145,7 @@ def words(text: str) -> str:
 
 
 def filled(name: str, rule: Rule) -> Rule:
-    """Returns a rule that neither text of this argument is empty, and that `rule` holds."""
+    """Returns a rule by which `rule` must hold, and neither text of this argument may be empty."""
 
     def both(expected: Arguments, actual: Arguments, bound: float) -> str:
         for arguments in (expected, actual):
@@ -157,14 +158,14 @@ def filled(name: str, rule: Rule) -> Rule:
 
 
 def plan(expected: Arguments, actual: Arguments, bound: float) -> str:
-    """Requires a plan, of any content."""
+    """Requires a plan, with any content."""
     value = actual.get("plan")
     empty = not value.strip() if isinstance(value, str) else value in (None, [], {})
     return "an empty plan" if empty else ""
 
 
 def result(expected: Arguments, actual: Arguments, bound: float) -> str:
-    """Requires results that are alike as JSON."""
+    """Requires results that are similar as JSON."""
     wanted = canonical(expected.get("result"))
     found = canonical(actual.get("result"))
     return "" if ratio(wanted, found, bound) >= bound else "another result"

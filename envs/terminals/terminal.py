@@ -2,8 +2,8 @@
 
 Terminus (terminal_pivot, terminus_judge): the text after the thought is a JSON object of the form
 that `metadata.harness`, terminus_1 or terminus_2, asks for. Row: `expected_answer`, such an object
-as text, and `threshold` (0.9). All keystrokes together must reach that similarity, by difflib's
-ratio, and if the task is complete, the answer must say so. Source: NeMo-Gym's
+as text, and `threshold` (0.9). All keystrokes together must reach that similarity to the expected
+ones, by difflib's ratio, and if the task is complete, the answer must say so. Source: NeMo-Gym's
 resources_servers/terminus_judge, without its judge.
 
 Calls (terminal_multi_harness): Row: `expected_action`, a message, a function_call or a
@@ -98,7 +98,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check, which runs in a child process, as difflib may take long."""
+    """Returns the check, which runs in a child process because difflib may take long."""
 
     def check(wanted: dict, calls: list[Action], text: str) -> dict:
         bound = wanted["threshold"]

@@ -1,4 +1,4 @@
-"""Tasks in a terminal: 1.0 if the folder that is left passes all checks, else 0.0.
+"""Tasks in a terminal: 1.0 if the final working folder passes all checks, else 0.0.
 
 An episode has a shell of its own (envs/sandbox/shell.py), which starts in the working folder. The
 row's `harness` decides how the policy types, which its prompt has to explain:
@@ -10,14 +10,15 @@ row's `harness` decides how the policy types, which its prompt has to explain:
 An episode has at most `max_turns` (50) answers. An answer waits for 120 s at most, a command for
 60 s.
 
-Row: the task in the prompt, `harness`, `files` (path -> text, in the working folder at first), and
+Row: the task in the prompt, `harness`, `files` (path -> text, initially in the working folder), and
 `checks`, a list of {"command", "stdout", "files"}. When the episode ends, for any reason, its
 processes are killed. Each check runs in a fresh sandbox with a copy of the folder: its `files`
-overwrite existing ones, and `command` must print `stdout`, ends stripped. No part of a check is in
-the sandbox before that, and `stdout` never is. An episode in which nothing was typed earns 0.0.
+overwrite existing ones, and `command` must print `stdout`, apart from white space at the ends. No
+part of a check is in the sandbox before that, and `stdout` never is. An episode in which nothing
+was typed earns 0.0.
 
-Source: ours; the forms come from Terminal-Bench's agent Terminus. Known leaks: a `stdout`
-that can be guessed, as the policy's code can print it. So let a check print results.
+Source: ours; the forms come from Terminal-Bench's agent Terminus. Known leaks: a `stdout` that can
+be guessed, because the policy's code can print it. So a check should print results.
 """
 
 import json
@@ -75,7 +76,7 @@ def check(row: dict) -> None:
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """Plays one task. Raises CheckerError if the sandbox fails, and NoRoom for the first prompt."""
+    """Plays one task. Raises CheckerError, and NoRoom if the first prompt leaves no room."""
     async with Shell(LIMITS, row.get("files") or {}) as shell:
         if row["harness"] == "bash":
             turns = await with_tool(row, sampler, shell)
@@ -90,7 +91,7 @@ async def with_tool(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]"
     async def call(name: str, given: dict[str, Json]) -> str:
         command = given.get("command")
         if not isinstance(command, str):
-            return json.dumps({"error": "the argument `command` is no text"})
+            return json.dumps({"error": "the argument `command` is not a text"})
         return shell.seen(await shell.run(command, COMMAND_SECONDS))
 
     params = row["responses_create_params"]
@@ -118,7 +119,7 @@ async def with_keys(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]"
 
 
 async def play(row: dict, shell: Shell, response: Response) -> tuple[str, bool]:
-    """Types an answer's keys; returns the terminal's text, and True if the task is complete."""
+    """Types an answer's keys; returns the terminal's text, and whether the task is complete."""
     answer = parsed(final_text(response))
     if not has_form(answer, row["harness"]):
         return NO_FORM, False
@@ -151,7 +152,7 @@ async def judge(row: dict, shell: Shell) -> Reward:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Types one answer of keystrokes in a new terminal, and returns the verdict."""
+    """Types one answer's keystrokes in a new terminal, and returns the verdict."""
     async with Shell(LIMITS, row.get("files") or {}) as shell:
         if row["harness"] != "bash":
             await play(row, shell, Response.of(response))

@@ -1,4 +1,4 @@
-"""Compares the tool calls of an answer with the calls that a row expects."""
+"""Compares the tool calls in an answer with the calls that a row expects."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ def check_call(call: Json, at: str) -> None:
 def matching(candidates: list[list[int]]) -> int:
     """Returns how many expected calls can have a candidate of their own, by Kuhn's algorithm.
 
-    `candidates` lists for each expected call the numbers of the calls that fit it.
+    `candidates` lists, for each expected call, the indices of the calls that fit it.
     """
     owners: dict[int, int] = {}
 
@@ -52,7 +52,7 @@ def same(expected: Json, actual: Json, likeness: float, tolerance: float) -> boo
     """Returns whether arguments have the expected types, keys, lengths and values.
 
     Fractions may differ by less than `tolerance`. Two texts of several words are the same if the
-    words they share are at least the share `likeness` of the words of both.
+    words that they share make up at least `likeness` of the words of both.
     """
     if type(actual) is not type(expected):
         return False

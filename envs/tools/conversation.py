@@ -1,4 +1,4 @@
-"""A talk with a simulated customer and simulated tools: 1.0 if a judge approves, else 0.0.
+"""A conversation with a simulated customer and tools: 1.0 if a judge approves, else 0.0.
 
 Row, as in NeMo-Gym's resources_servers/conversational_tool_use_simulation: `policy` (a text),
 `tools` (each with name, description or doc, parameters or params, and returns), `customer_scenario`
@@ -7,18 +7,19 @@ has the policy and may have a conversation to continue; `initial_user_message` b
 If `parallel_tool_calls` is false, only the first of several calls in an answer is made.
 
 The judge "general" plays the customer and the tools (envs/tools/simulation.py), and judges:
-    the conversation ends when the customer ends it, within 50 answers of the policy
-    each message of the customer and each result must be a success, else this raises
-    each message and each call of the policy must be a success, then all of them together
-1.0 if all are successes. 0.0 with a `reason` if an answer is cut off or empty, calls an unknown
-tool or has arguments that do not fit, or is the 50th without an end; `answers` counts the answers.
+    the conversation ends when the customer ends it, within 50 answers by the policy
+    each message from the customer and each result must be a success, else this raises
+    each of the policy's messages and calls must be a success, and then all of them together
+The reward is 1.0 if all are successes. It is 0.0, with a `reason`, if an answer is cut off or
+empty, calls an unknown tool or has arguments that do not fit, or is the 50th and does not end the
+conversation; `answers` counts the answers.
 
 A failing simulator or judge never gives a reward: CheckerError is raised, and the episode restarts.
-NeMo-Gym masks such samples, and those in which the judge refuses the customer or the tools.
+NeMo-Gym masks such samples, and those in which the judge rejects the customer or the tools.
 
-Deliberate deviations. The prompts have our words. The row's own part of the conversation is not
-judged. The steps are judged all at once, not one after the other. A call that is not made gets a
-result that states this.
+Deliberate deviations. The prompts are in our own words. The row's own part of the conversation is
+not judged. The steps are judged all at once, not one after the other. A call that is not made gets
+a result that states this.
 Known leaks: the judge's taste. Conversations differ, because the simulators are sampled.
 """
 
@@ -114,7 +115,7 @@ async def rollout(row: dict, sampler: "Sampler") -> "Episode":
 async def follow(
     row: dict, simulation: Simulation, turn: "Turn", messages: list[dict], last: bool
 ) -> str | None:
-    """Continues the conversation after an answer of the policy.
+    """Continues the conversation after one of the policy's answers.
 
     Returns None if it continues, "" if the customer ended it, else why the episode earns nothing.
     """
@@ -153,7 +154,7 @@ async def follow(
 
 
 def steps_of(messages: list[dict]) -> list[Step]:
-    """Returns the steps of a row's own part of the conversation."""
+    """Returns the steps in a row's own part of the conversation."""
     steps = []
     for message in messages:
         text = message.get("content", "")

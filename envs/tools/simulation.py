@@ -36,7 +36,7 @@ class Step(NamedTuple):
     call_id: str = ""
 
     def line(self) -> str:
-        """Returns the step as one line of JSON, which no text in it can leave."""
+        """Returns the step as one line of JSON, in which no text can start a new line."""
         if self.who == "call":
             shown = {
                 "representative calls": self.name,
@@ -89,7 +89,7 @@ class Simulation:
             if step.who in PARTS:
                 content = apart(step.content, (DONE, TRANSFERRED))
                 messages.append({"role": PARTS[step.who], "content": content})
-        text = await self.ask("customer", messages, read, "no message of the customer")
+        text = await self.ask("customer", messages, read, "no message from the customer")
         self.steps.append(Step("customer", text))
         return text
 
@@ -107,7 +107,7 @@ class Simulation:
         return text
 
     async def invalid(self, call: Step) -> bool:
-        """Returns whether there is no such tool, or its arguments do not fit."""
+        """Returns whether a call's tool does not exist, or its arguments do not fit."""
         tool = self.tools.get(call.name)
         if tool is None:
             return True
@@ -123,7 +123,7 @@ class Simulation:
         verdicts = await together(map(self.judge, others))
         for i, good in zip(others, verdicts, strict=True):
             if not good:
-                raise CheckerError(f"the judge refused what was simulated: {self.steps[i].line()}")
+                raise CheckerError(f"the judge rejected a simulated step: {self.steps[i].line()}")
         own = [i for i in new if i not in others]
         if not all(await together(map(self.judge, own))):
             return "a step"

@@ -1,24 +1,24 @@
-"""The next step of an agent, the calls that the row expects or a message: 0.0 to 1.0.
+"""An agent's next step, which is the expected calls or a message: 0.0 to 1.0.
 
 Row: `expected_action`: {"type": "function_call", "name", "arguments": JSON text}, {"type":
 "function_call_batch", "calls": [such calls]} or {"type": "message", "content"};
 `tool_call_comparator_config` (optional): some fields of Settings, which NeMo-Gym keeps in its
 server's configuration, resources_servers/single_step_tool_use_with_argument_comparison. The agent's
-name chooses the others (BY_AGENT). If calls are expected, each must be among the answer's calls, in
-any order; text next to them is not judged. Names must be equal, and arguments must have the same
+name determines the others (BY_AGENT). If calls are expected, each must be among the answer's calls,
+in any order; text next to them is not judged. Names must be equal, and arguments must have the same
 types, keys, lengths, numbers (fractions within 1e-6) and texts. For texts of two words or more, the
-shared words must be at least the share `word_count_similarity_threshold` of the words of both; this
-share is 0.5 for equal texts. Reward 0.0 or 1.0. With `parallel_tool_call_rewarding` the number of
-calls counts too, and the modes `fractional` and `f1` reward some of the calls. If a message is
-expected, any text without a call earns 1.0.
+shared words must make up at least `word_count_similarity_threshold` of the words of both; equal
+texts reach 0.5. The reward is 0.0 or 1.0. With `parallel_tool_call_rewarding` the number of calls
+counts too, and the modes `fractional` and `f1` give a partial reward if only some of the calls
+match. If a message is expected, any text without a call earns 1.0.
 
 Deliberate deviations: true is not 1, and a message with a broken tool call earns 0. The package
 nemo-gym 0.4.0 is older: it looks only at the first call, and has no batches.
 
 Known leaks: any message is rewarded. So are more calls than expected, unless their number counts.
 At the threshold 0.1 "the cat" equals "the dog", and at 0.0, as in SWE 1, any two texts of several
-words are equal: then the reward depends on the tool, the names of the arguments, and the values
-that are not texts.
+words are equal: then the reward depends only on the tool, the names of the arguments, and the
+values that are not texts.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def verify(row: dict, response: str) -> Reward:
 
 
 def settings_of(row: dict) -> Settings:
-    """Returns a row's own settings, and its agent's for the others."""
+    """Returns a row's own settings, and its agent's where the row has none."""
     agent = row["agent_ref"]["name"]
     of_agent = (settings for name, settings in BY_AGENT.items() if agent.startswith(name))
     own = row.get("tool_call_comparator_config") or {}

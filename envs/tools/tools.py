@@ -23,7 +23,8 @@ class Talk:
     messages: list[dict]  # as chat templates take them
     turns: list[Turn] = field(default_factory=list)
     calls: list[dict[str, str]] = field(default_factory=list)  # as in Response, with a call_id
-    # "answer": without a call; "length": cut off; "room": no room for another; "steps": too many
+    # How the last answer ended it: "answer": no call; "length": it was cut off; "room": no room for
+    # another; "steps": there were too many
     ended: str = "steps"
 
     @property
@@ -45,11 +46,12 @@ async def converse(
 ) -> Talk:
     """Lets the policy answer and call tools, for at most `max_steps` answers.
 
-    An answer without a call ends the talk, even if it only thinks, as in Super's configuration.
+    An answer without a call ends the talk, even if it holds only a thought, as in Super's
+    configuration.
 
     `call` may return an error as text; an exception that it raises ends the rollout. It is not
     called for a name that is not in `tools`, nor with arguments that are not a JSON object: then
-    the policy sees an `error`. The calls of an answer that was cut off are not made. Raises NoRoom
+    the policy sees an `error`. The calls in an answer that was cut off are not made. Raises NoRoom
     if the first prompt leaves no room.
     """
     talk = Talk(list(messages))
@@ -88,5 +90,5 @@ async def answered(call: Call, parsed: dict[str, str], names: set[str]) -> str:
         return json.dumps({"error": f"there is no tool {parsed['name'][:100]!r}"})
     given = arguments(parsed)
     if not isinstance(given, dict):
-        return json.dumps({"error": "the arguments are no JSON object"})
+        return json.dumps({"error": "the arguments are not a JSON object"})
     return await call(parsed["name"], given)

@@ -54,8 +54,9 @@ EXACT = ("status", "list_name", "board")  # columns in which case counts
 class Table:
     """Rows in order. A row is never changed but replaced, because copies of a table share rows.
 
-    `labels` are the names that pandas gives to rows. Its equality, by which NeMo-Gym judges,
-    compares them: deleting a row and then appending one differs from appending and then deleting.
+    `labels` are the names that pandas gives to rows. The equality in pandas, by which NeMo-Gym
+    judges, compares them: deleting a row and then appending one differs from appending and then
+    deleting.
     """
 
     def __init__(self, rows: list[Row], labels: list[int] | None = None) -> None:
@@ -144,7 +145,7 @@ def load(folder: str) -> Office:
     """Returns the office in a folder with NeMo-Gym's tables, which must be copied before changes.
 
     Raises OSError if a file is missing, and ValueError if one does not have the expected columns:
-    the calls of a ground truth would find nothing to change in it, and any answer would be right.
+    the calls in a ground truth would find nothing to change in it, and any answer would be right.
     """
     tables = {name: read_table(folder, name) for name in FILES}
     for row in tables["visits"]:

@@ -1,10 +1,10 @@
 """Implements the 27 tools of the office, which read and change its tables.
 
-Each takes the office and the call's arguments, with the names and types of NeMo-Gym's schemas, and
+Each takes the office and the call's arguments, with the names and types in NeMo-Gym's schemas, and
 returns a JSON value. A refused call returns a text. Nothing enforces the types: if a tool cannot
 use an argument, it raises an exception and changes nothing.
 
-A search takes a regular expression, regardless of case, as in pandas' str.contains.
+A search matches a regular expression, regardless of case, as in pandas' str.contains.
 """
 
 import collections
@@ -84,7 +84,7 @@ def is_small(text: str) -> bool:
 
 
 def page_of(name: str, rows: list[Row], page: int, page_size: int) -> str | Page:
-    """Returns one page of the rows that were found, and their number."""
+    """Returns one page of the rows that were found, and the total number of rows."""
     if not rows:
         return f"No {name} found."
     pages = (len(rows) + page_size - 1) // page_size
@@ -184,7 +184,7 @@ def email_send_email(
     if not recipient or not subject or not body:
         return "Missing: recipient, subject or body."
     if "@" not in recipient or "." not in recipient:
-        return "The recipient is no email address."
+        return "The recipient is not an email address."
     emails = office.emails
     number = emails.following("email_id") if emails.rows else 1
     email = {
@@ -315,7 +315,7 @@ def calendar_update_event(
 
 
 def visits(office: Office, time_min: str | None, time_max: str | None) -> list[Row]:
-    """Returns the visits of these days, which are compared as texts."""
+    """Returns the visits on these days; dates are compared as texts."""
     return between(office.visits, time_min, time_max, lambda row: row["date_of_visit"])
 
 

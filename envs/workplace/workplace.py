@@ -1,18 +1,19 @@
 """Errands in a simulated office, with 27 tools: 1.0 if its tables end as they should, else 0.0.
 
 Row: `ground_truth`, the calls that do the errand, each with `name` and `arguments` (JSON as text);
-an empty list if there is nothing to do. `category`, `environment_name` and `id` are not read. At
-most 6 answers. Judged, as in NeMo-Gym's resources_servers/workplace_assistant: the calls in all
-answers and the row's calls are played on two fresh offices, where failing calls change nothing. The
-emails, events, tasks, customers and plots must then be equal and in the same order, apart from
-upper and lower case in most texts; else 0.0. The folder services.workplace holds NeMo-Gym's five
+an empty list if there is nothing to do. `category`, `environment_name` and `id` are not read. An
+episode has at most 6 answers. Judged, as in NeMo-Gym's resources_servers/workplace_assistant: the
+calls in all answers and the row's calls are played in two fresh offices, where failing calls change
+nothing. The emails, events, tasks, customers and plots must then be equal and in the same order,
+apart from upper and lower case in most texts. The folder services.workplace holds NeMo-Gym's five
 tables.
 
 Deliberate deviations. An answer without calls and without a text after its thought earns 0, even if
-there was nothing to do. Values that are not texts are compared as they are: Gym takes all of them
-for missing values, so that any number equals any other. Only the first 500 of the calls that change
-something are played. A search takes at most a second. The directory has the people in the tables:
-Gym's list of addresses is not one of the tables. The tools' refusals are worded differently.
+there was nothing to do. Values that are not texts are compared as they are: Gym treats all of them
+as missing, so that any number equals any other. Only the first 500 of the calls that change
+something are played. A search takes at most a second. The directory has the people in the tables,
+because Gym's list of addresses is not one of the tables. The tools' refusals are worded
+differently.
 
 Known leaks: neither texts nor the results of searches are read. If there is nothing to do, any text
 earns 1.0.
@@ -48,7 +49,7 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless each call of the ground truth is one that a tool understands."""
+    """Raises ValueError unless each call in the ground truth is valid and names a known tool."""
     calls = get(row, "ground_truth", list, "a list of calls")
     for i, call in enumerate(calls):
         check_call(call, f"ground_truth[{i}].")
@@ -96,7 +97,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def difference(calls: list[dict], expected: list[dict]) -> str:
-    """Returns the first table that the calls leave different from the expected calls, or "".
+    """Returns the first table that the calls and the expected calls leave different, or "".
 
     Raises CheckerError if there are no tables.
     """

@@ -185,10 +185,10 @@ def test_a_template_may_refuse_outputs_without_their_calls_and_several_calls(tok
 
 @pytest.mark.parametrize(("call", "error"), [
     ('["sub", "{}"]', "there is no tool 'sub'"),
-    ('["add", "{"]', "the arguments are no JSON object"),
-    ('["add", "[3]"]', "the arguments are no JSON object"),
-    ('["add", ""]', "the arguments are no JSON object"),
-    (f'["add", "{"[" * 100_000}"]', "the arguments are no JSON object"),
+    ('["add", "{"]', "the arguments are not a JSON object"),
+    ('["add", "[3]"]', "the arguments are not a JSON object"),
+    ('["add", ""]', "the arguments are not a JSON object"),
+    (f'["add", "{"[" * 100_000}"]', "the arguments are not a JSON object"),
 ])  # fmt: skip
 def test_a_bad_call_is_told_so(tokenizer, call, error):
     talk, asked, _ = talk_with_tools(tokenizer, [f"[{call}]", "ok"], limit=1 << 20)

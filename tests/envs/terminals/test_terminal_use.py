@@ -285,7 +285,7 @@ def test_a_tool_of_commands():
     answers = [calling("bash", command="ls data"), calling("bash", command=3)]
     made, seen = episode(*answers, calling("bash", command=SOLVE), "Done.", row=row)
     assert made.reward.value == 1 and seen[1].startswith("numbers.txt\n")
-    assert json.loads(seen[2]) == {"error": "the argument `command` is no text"}
+    assert json.loads(seen[2]) == {"error": "the argument `command` is not a text"}
     assert episode("Done.", row=row)[0].reward.info == {"reason": "nothing was typed"}
 
 

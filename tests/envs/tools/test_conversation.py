@@ -134,12 +134,12 @@ def test_what_the_judge_refuses_of_the_policy_earns_nothing(lines, reason, talk)
 
 
 @pytest.mark.parametrize(("lines", "message"), [
-    ({"customer": ""}, "no message of the customer in 3 replies"),
-    ({"customer": f"Bye {DONE}"}, "no message of the customer in 3 replies"),
+    ({"customer": ""}, "no message from the customer in 3 replies"),
+    ({"customer": f"Bye {DONE}"}, "no message from the customer in 3 replies"),
     ({"tool": "sent"}, "no result of the tool look_up in 3 replies"),
     ({"tool": '{"status": 1}'}, "no result of the tool look_up in 3 replies"),
-    ({"of_customer": [GOOD, BAD]}, "refused what was simulated: {.customer says"),
-    ({"of_result": BAD}, "refused what was simulated: {.returns"),
+    ({"of_customer": [GOOD, BAD]}, "rejected a simulated step: {.customer says"),
+    ({"of_result": BAD}, "rejected a simulated step: {.returns"),
     ({"of_all": "Yes, it is."}, "no verdict on the conversation in 3 replies"),
     ({"of_step": '{"explanation": "?"}'}, "no verdict on a step of call in 3 replies"),
 ])  # fmt: skip
