@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 
 class Over(Exception):
-    """Ends the episode: by "finish", "known" or "time", or by the reason why its box is gone."""
+    """Raised to end the episode: "finish", "known", "time", or the reason why its box is gone."""
 
 
 class Work(NamedTuple):
@@ -41,9 +41,9 @@ class Work(NamedTuple):
 class Desk:
     """One agent's session: samples the answers, opens the box, and keeps the journal.
 
-    The journal is each turn's `heard`, which the drafts of a try keep for the next try: the shown
-    result of each call, and after the last call the Work. A result in the journal is shown again at
-    once; its command is run again only before a call that is not in the journal.
+    The journal is each turn's `heard`, which an attempt's drafts keep for the next attempt: the
+    result shown for each call and, after the last call, the Work. A result in the journal is shown
+    again at once; its command is run again only before a call that is not in the journal.
     """
 
     def __init__(self, row: dict, harness: str, sampler: "Sampler", stack: AsyncExitStack) -> None:
@@ -52,10 +52,10 @@ class Desk:
         self.sampler = sampler
         self.stack = stack  # exit stack on which the box is opened
         self.turns: list[Turn] = []
-        self.known: Work | None = None  # the result of an earlier try
+        self.known: Work | None = None  # the result of an earlier attempt
         self.tools: Tools | None = None
         self.seen: tuple[str, ...] = ()  # results in the last turn's journal, not shown yet
-        self.later: list[tuple[str, dict[str, Json]]] = []  # calls that were shown but not run
+        self.later: list[tuple[str, dict[str, Json]]] = []  # calls answered from the journal only
         self.commands = 0
         self.end = time.monotonic() + min(AGENT_SECONDS, services.limits().seconds / 2)
 
@@ -96,7 +96,7 @@ class Desk:
         return output
 
     async def catch_up(self) -> None:
-        """Runs the calls that were shown from the journal."""
+        """Runs the calls whose results were shown from the journal."""
         while self.later:
             await self.run(*self.later.pop(0))
 
@@ -112,7 +112,7 @@ class Desk:
         return output
 
     async def open(self) -> Tools:
-        """Opens the box, outside the agent's time. Raises CheckerError."""
+        """Opens the box, which does not use up the agent's time. Raises CheckerError."""
         began = time.monotonic()
         image = sif.find(self.row["image"])
         box = await self.stack.enter_async_context(Box(image, self.row["workdir"], SIZE))

@@ -47,7 +47,9 @@ async def canary_for(box: Box, row: dict, files: list[str], tests: list[str]) ->
     if not best:
         best = [file for file, text in texts.items() if re.search(r"def test", text)]
     if not best:
-        raise CheckerError(f"{row['instance_id']}: no file of its tests defines one: {files[:3]}")
+        raise CheckerError(
+            f"{row['instance_id']}: none of its test files defines a test: {files[:3]}"
+        )
     chosen = RNG.choice(best)
     path = f"{row['workdir']}/{chosen}"
     return _two_tests(path, texts[chosen], row["log_parser"] == "parse_log_django")
@@ -85,7 +87,7 @@ def _two_tests(path: str, text: str, in_class: bool) -> Canary:
 
 
 def whole(script: str, canary: Canary, mark: str) -> str:
-    """Returns the script with `mark` printed before its tests, whose exit code it ends with.
+    """Returns the script, which now prints `mark` before its tests, and ends with their exit code.
 
     Braces make bash read the whole script before it runs and removes the file.
     """

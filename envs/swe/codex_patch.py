@@ -22,7 +22,7 @@ UPDATE, MOVE = "*** Update File: ", "*** Move to: "
 
 
 class Hunk(NamedTuple):
-    """One place of a file: its old lines, and the new lines that replace them."""
+    """One place in a file: its old lines, and the new lines that replace them."""
 
     after: str  # the line before it, "" for any
     old: list[str]
@@ -70,7 +70,7 @@ def change(head: str, lines: list[str]) -> Change:
     if head.startswith(DELETE):
         return Change(head.removeprefix(DELETE).strip(), to=None)
     if not head.startswith(UPDATE):
-        raise ValueError(f"expected a line as {UPDATE + 'a.py'!r}, got {head!r:.200}")
+        raise ValueError(f"expected a line such as {UPDATE + 'a.py'!r}, got {head!r:.200}")
     to = lines.pop(0).removeprefix(MOVE).strip() if lines and lines[0].startswith(MOVE) else ""
     return Change(head.removeprefix(UPDATE).strip(), to=to, hunks=tuple(hunks(head, lines)))
 
@@ -92,7 +92,7 @@ def hunks(head: str, lines: list[str]) -> list[Hunk]:
                 found[-1].new.append(line[1:])
         else:
             raise ValueError(
-                f"{head!r:.200}: expected a line that begins with a blank, - or +: {line!r:.200}"
+                f"{head!r:.200}: expected a line that begins with a space, - or +: {line!r:.200}"
             )
     return found
 

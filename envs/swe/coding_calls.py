@@ -50,7 +50,7 @@ def same_tool(found: str, wanted: str) -> bool:
 
 
 def path_of(args: Mapping[str, Json]) -> str:
-    """Returns the file or folder of a call, or ""."""
+    """Returns the file or folder that a call names, or ""."""
     return _first(args, "path", "file", "file_path", "filename", "file_name").strip()
 
 
@@ -137,7 +137,7 @@ def _same_path(found: Mapping[str, Json], wanted: Mapping[str, Json], parts: int
 
 
 def _same_lines(found: Mapping[str, Json], wanted: Mapping[str, Json]) -> bool:
-    """Returns whether a view shows 80 % of the expected lines; without a range it shows all."""
+    """Returns whether a view shows 80 % of the expected lines; without a range, it shows all."""
     if found.get("command") != "view" or wanted.get("command") != "view":
         return True
     shown = _lines(found.get("view_range"))

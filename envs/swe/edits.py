@@ -22,9 +22,9 @@ class EditError(ValueError):
 def edited(contents: dict[str, str], text: str) -> dict[str, str]:
     """Returns the new contents of the files that the edits in a text change: path -> content.
 
-    A search text must begin at the start of a line; its first place in the file is replaced. Raises
-    EditError if a search text is missing, is replaced by itself, or overlaps another's place, and
-    if nothing changes.
+    A search text must begin at the start of a line; its first occurrence in the file is replaced.
+    Raises EditError if a search text is missing, is replaced by itself, or overlaps another, or if
+    nothing changes.
     """
     by_path: dict[str, dict[tuple[str, str], None]] = {}  # without repeated edits
     for path, search, replace in edits(text):
@@ -59,9 +59,10 @@ def _replaced(contents: dict[str, str], path: str, pairs: list[tuple[str, str]])
 
 
 def edits(text: str) -> list[tuple[str, str, str]]:
-    """Returns (path, search text, replacement) of each edit in a text, in linear time.
+    """Returns (path, search text, replacement) for each edit in a text, in linear time.
 
-    A fence must be on the line before the path, and be the first text after the end.
+    A fence must be on the line before the path, and another one must directly follow the end
+    marker.
     """
     lines = text.split("\n")
     found = []
@@ -84,7 +85,10 @@ def edits(text: str) -> list[tuple[str, str, str]]:
 
 
 def _head(lines: list[str], at: int) -> tuple[str, int]:
-    """Returns the path in a line, and the first line of the search text; 0 if no edit begins."""
+    """Returns the path in a line, and the number of the first line of the search text.
+
+    The number is 0 if no edit begins there.
+    """
     if not lines[at].startswith("### "):
         return "", 0
     path = lines[at][4:]
@@ -105,7 +109,10 @@ def _find(lines: list[str], line: str, start: int) -> int:
 
 
 def _end(lines: list[str], start: int) -> tuple[int, int]:
-    """Returns the first end of an edit with a fence after it, and the fence's line; 0 if none."""
+    """Returns the line of the first end of an edit that a fence follows, and the fence's line.
+
+    Both are 0 if there is no such end.
+    """
     for at in range(start, len(lines)):
         if not lines[at].startswith(REPLACE):
             continue

@@ -46,14 +46,14 @@ async def run_in_image(
     """Runs a bash script on the files; `stdout` is the output after READY.
 
     The script prints READY before any part of an answer runs. Raises CheckerError if it does not,
-    or if the image is missing. A run ended by a signal is repeated once, as another process may
-    have sent the signal. A signal in the second run counts as the answer's own.
+    or if the image is missing. A run ended by a signal is repeated once, because another process
+    may have sent the signal. A signal in the second run counts as the answer's own.
     """
     folder = folder_of(image)
     if not folder.is_dir():
         raise CheckerError(
             f"the image {image} is missing: expected a folder {folder}: "
-            "bash launch/images.sh ROWS FOLDER fetches the images of a file of rows"
+            "bash launch/images.sh ROWS FOLDER fetches the images that a file of rows names"
         )
     files = files | {"judge.sh": script}
     for _ in range(2):

@@ -21,20 +21,20 @@ STEP = 300.0  # seconds for a step before or after the tests
 PATCH_SECONDS = 30.0  # seconds for reading a patch, plus
 SLOWER = 10  # this many times the seconds that reading the start took
 LISTS = 16 << 20  # bytes in a list of files, or in one file
-APPLIES_NOT = 9  # exit code of repository.sh
+APPLIES_NOT = 9  # exit code of repository.sh if a patch does not apply
 PATCH = "/tmp/.judge/patch"
 LINKS = ("120000", "160000")  # modes of symbolic links and of other repositories
 R2E_FILES = "expected_test_output.json execution_result.json parsed_commit.json"
 R2E_FILES += " modified_files.json modified_entities.json syn_issue.json"
 R2E_TESTS = ("r2e_tests", "run_tests.sh")
-# Files by which a patch could steer a test run.
+# Files with which a patch could steer a test run.
 DROPPED = re.compile(
     r"""(^|/)(conftest\.py|\.?pytest\.(ini|toml)|tox\.ini|setup\.cfg|\.coveragerc|\.gitattributes
     |(site|user)customize(\.py|/.*)|[^/]*\.pth|[^/]*\.(egg|dist)-info/.*)\Z
     |^(pytest|_pytest|pluggy|unittest|iniconfig)(\.py|/.*)\Z""",
     re.X,
 )
-# Signs in a log without results that the machine is at fault: swebench's infra_failure.py.
+# Signs in a log without results that the machine is at fault, from swebench's infra_failure.py.
 FAULTS = re.compile(
     r"""Failed\ to\ (launch|connect\ to\ the\ bus)|cannot\ open\ display|Missing\ X\ server
     |unable\ to\ open\ X\ display|Cannot\ allocate\ memory|OutOfMemoryError|^Killed$
@@ -56,7 +56,7 @@ _starts: weakref.WeakKeyDictionary[Box, Start] = weakref.WeakKeyDictionary()
 
 
 class Refused(Exception):
-    """Raised with the reason if a patch earns nothing, before any test runs."""
+    """Raised, before any test runs, with the reason why a patch earns nothing."""
 
 
 async def prepare(box: Box, row: dict) -> None:
@@ -72,7 +72,7 @@ async def patch_of(box: Box, row: dict) -> str | None:
 
     A patch that is too long is returned with more than LONGEST bytes. Nothing runs that the policy
     may have replaced. The result is None if reading takes too long, for example because git would
-    read a pipe: the row's own files took only `seconds`. Raises CheckerError as Box does.
+    read a pipe: the row's own files took only `Start.seconds`. Raises CheckerError as Box does.
     """
     start = _starts[box]
     within = min(STEP, PATCH_SECONDS + SLOWER * start.seconds)
@@ -173,7 +173,7 @@ def paths_of(patch: str) -> list[str]:
 
 
 async def _pytest_of(box: Box, commit: str, path: str) -> dict[str, Json] | bytes | None:
-    """Returns the settings that steer pytest from the pyproject.toml in a commit or in the files.
+    """Returns the pytest settings in a pyproject.toml, in a commit or, if that is "", in the files.
 
     Returns the file itself if it is not valid TOML.
     """
@@ -199,7 +199,7 @@ async def _back(box: Box, commit: str, paths: list[str]) -> None:
     await put(box, f"{PATCH}.back", text.encode("utf-8", "surrogateescape"))
     ran = await box.run(command("back", commit, f"{PATCH}.back"), STEP)
     if ran.code != 0:
-        raise Refused("its files cannot be undone")
+        raise Refused("its changes cannot be undone")
 
 
 async def _list(box: Box, path: str) -> list[str]:

@@ -71,7 +71,8 @@ cut() {
 }
 
 # Prints how the files differ from the commit START, at most MOST bytes. It runs next to the box
-# (Box.aside): no program is the policy's, and it takes nothing from .git/config that names one.
+# (Box.aside): no program is the policy's, and it takes nothing from .git/config that names a
+# program.
 difference() {
     local name value
     exec 2>/dev/null
@@ -90,7 +91,7 @@ difference() {
         rm -f $GIT_DIR/index
         git read-tree "$1"
     fi
-    # In other repositories in the index `git add` runs `git status`, with their own settings.
+    # For other repositories in the index, `git add` runs `git status` with their own settings.
     git ls-files -sz | while IFS= read -rd '' name; do
         [[ $name != 160000* ]] || printf '%s\0' "${name#*$'\t'}"
     done | git update-index -z --skip-worktree --stdin
@@ -109,7 +110,7 @@ apply() {
     git diff --cached --no-ext-diff --no-textconv --no-renames --numstat -z "$start" >"$file.counts"
 }
 
-# Applies FILE to the files only.
+# Applies FILE to the files only, not to the index.
 plainly() {
     git apply --whitespace=nowarn "$1"
 }

@@ -16,12 +16,13 @@ The agent sees id, statement and base commit; no other field is in its container
 
 How episodes end, and with which result:
     no patch, or one that does not apply or that the tests refuse    0.0, `reason`
-    memory of agent or tests, time of agent or tests                 masked, `reason`
+    the agent or the tests exceed their memory or time limit         masked, `reason`
     200 answers, or no room for another, and all tests pass          1.0, masked
     a fault of the node: image, disk, start, a judge without tests   CheckerError: another try
-A masked episode counts in the baseline, and is not trained on. Nothing that the policy can do leads
-to another try. After the loss of an engine the result of each call is shown again, and its commands
-are run again once they matter; an episode that had ended is neither played nor judged again.
+A masked episode counts in the baseline, but is not trained on. Nothing that the policy can do leads
+to another try. After the loss of an engine, the result of each call is shown again, and the
+commands are run again once they matter; an episode that had ended is neither played nor judged
+again.
 
 Source: NeMo-Gym's responses_api_agents/swe_agents, with the same reward, limits and masks. There an
 episode that the node broke earns 0.
@@ -73,7 +74,7 @@ def check(row: dict) -> None:
     """Raises ValueError unless the row has an issue, an image, and tests that can be judged."""
     meta = row["responses_create_params"].get("metadata")
     of_gym = "instance_id" not in row and isinstance(meta, dict) and "instance_id" in meta
-    convert = "; `data_prep.py swe` makes it of NeMo-Gym's metadata" if of_gym else ""
+    convert = "; `data_prep.py swe` makes it from NeMo-Gym's metadata" if of_gym else ""
     for name in ("instance_id", "image", "problem_statement", "base_commit"):
         text = get(row, name, str, f"a text{convert}")
         require(text.strip(), name, text, "a text")
@@ -124,7 +125,7 @@ def prompt(row: dict) -> list[dict]:
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """Plays one episode. Raises CheckerError, and NoRoom for the first prompt."""
+    """Plays one episode. Raises CheckerError, and NoRoom if the first prompt leaves no room."""
     async with AsyncExitStack() as stack:
         harness = harness_of(row)
         desk = Desk(row, harness, sampler, stack)

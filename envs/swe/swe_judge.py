@@ -2,11 +2,11 @@
 
     prepare     in the agent's box, before the agent: one commit, no answers
     patch_of    after the agent: how the files differ from that start, as text
-    judge       a fresh box of the image: the patch, the row's tests, their log and exit code
+    judge       a fresh box from the image: the patch, the row's tests, their log and exit code
 
 Row: `instance_id`, `workdir`, `base_commit`, `test_patch`, `log_parser`, `FAIL_TO_PASS`,
 `PASS_TO_PASS`, `patch` (which repairs it), and `tests`:
-    {"kind": "script", "script": TEXT}      resolved if all tests of both lists passed
+    {"kind": "script", "script": TEXT}      resolved if all tests in both lists passed
     {"kind": "r2e", "expected": {test: status}}     if the image's own tests end as expected
 SWE-smith rows, whose image has the repaired files, also have `start_patch`, which breaks them;
 their `base_commit` may be HEAD; R2E-Gym's may be HASH^. A script that applies the test patch itself
@@ -15,13 +15,13 @@ has SWE-bench's two marks around its tests.
 How rewards are protected: only the patch leaves the agent's box. Its changes to files that steer a
 test run (DROPPED), and to links, binary files and the tests' own files are undone, except in files
 that the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log
-counts from a random mark on; a test that failed once has failed. One of the test files gets two
-more tests with random names: one must fail, the other must pass, and the exit code must show a
+counts from a random mark on; a test that failed once counts as failed. One of the test files gets
+two more tests with random names: one must fail, the other must pass, and the exit code must show a
 failure.
 
 Known leaks: patched code runs in the process that writes the log. Code that looks for the two tests
-can make the rest pass; `tampered` is 1 if a patch looks like that (SIGNS), or was caught. Helpers
-of tests that no row names, such as tests/utils.py, may be changed.
+can make the rest pass; `tampered` is 1 if a patch looks like that (SIGNS), or was caught. Test
+helpers that no row names, such as tests/utils.py, may be changed.
 
 This is not an environment itself: environments use it.
 """
@@ -69,7 +69,7 @@ TESTS = 1200.0  # seconds that tests may take
 OUTPUT = 16 << 20  # bytes of the tests' output that are kept
 TIMES = 3  # judgements per patch, if the machine may be at fault
 HASH = r"[0-9a-f]{40}(?:[0-9a-f]{24})?"
-KILLED = 126  # the least exit code of a command that did not run, or was killed
+KILLED = 126  # the lowest exit code of a command that did not run, or was killed
 UNBROKEN = "it is resolved without a repair"
 TOO_LONG = "a patch over 1 MiB"
 R2E_PATH = "~/.venv/bin:~/.local/bin:~/.cargo/bin"
@@ -80,7 +80,7 @@ SIGNS = re.compile(
     |/proc/(self|\d+)\b|["'\\]+(PASSED|FAILED)\b""",
     re.X,
 )
-_sound: set[str] = set()  # instances whose own repair was resolved here
+_sound: set[str] = set()  # instances whose own repair has resolved them here
 _looking: dict[str, asyncio.Lock] = {}  # instances whose repair is being judged
 
 
@@ -127,10 +127,11 @@ def refusal(row: dict) -> str:
 
 
 async def judge(image: Path, row: dict, patch: str, size: Size | None = None) -> Verdict:
-    """Judges a patch in a fresh box of an image.
+    """Judges a patch in a fresh box from an image.
 
     A patch is judged again if the machine may be at fault. If that does not help, or if the row may
-    be at fault, the row's own repair is judged: raises CheckerError unless it is resolved.
+    be at fault, the row's own repair is judged: raises CheckerError unless that resolves the
+    instance.
     """
     if not patch.strip():
         return Verdict(False, "no patch", False, {})
@@ -151,7 +152,7 @@ async def judge(image: Path, row: dict, patch: str, size: Size | None = None) ->
 
 
 async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) -> None:
-    """Raises CheckerError if the row's own repair is not resolved here either."""
+    """Raises CheckerError if the row's own repair does not resolve it here either."""
     name = row["instance_id"]
     try:
         async with _looking.setdefault(name, asyncio.Lock()):
@@ -169,7 +170,7 @@ async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) 
 
 
 async def flaw(row: dict) -> str:
-    """Returns why a row cannot teach, or "": it is resolved without a repair, or not by its own.
+    """Returns "", or why a row is useless: it is resolved without a repair, or not by its own.
 
     Raises CheckerError if the node is at fault.
     """
@@ -295,7 +296,7 @@ def _shares(row: dict, found: dict[str, str]) -> tuple[float, float]:
 
 
 def _share(tests: Sequence[str], found: dict[str, str], states: tuple[str, ...]) -> float:
-    """Returns the share of the tests that have one of these states; 1 without tests."""
+    """Returns the share of the tests that have one of these states; 1 if there are none."""
     if not tests:
         return 1.0
     return sum(good(test, found, states) for test in tests) / len(tests)

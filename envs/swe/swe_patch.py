@@ -8,12 +8,13 @@ Row, as in NeMo-Gym's resources_servers/swerl_gen: `mode`, `metadata.image`, and
 
 eval: the answer's first <solution> holds the search/replace edits of envs/swe/edits.py. In the
 image the setup script runs, the edited files are written below /testbed, and the test script runs.
-1.0 if all tests of both lists passed, 0.2 if all of PASS_TO_PASS and some of the others, else 0.0.
+The reward is 1.0 if all tests in both lists passed, 0.2 if all of PASS_TO_PASS and some of the
+others did, else 0.0.
 repro-gen: the last ```python block is run below /testbed, and earns 1.0 if it ends with code 2, and
 with code 0 once the patch is applied. Each script has 900 s.
 
-Image: a folder that holds its root, services.images/NAME; NAME is `metadata.image` with "_" for "/"
-and ":", or the file name of a .sif without its suffix. `apptainer build --sandbox` and
+Image: a folder that holds the image's root, services.images/NAME; NAME is `metadata.image` with "_"
+for "/" and ":", or the file name of a .sif without its suffix. `apptainer build --sandbox` and
 `docker export` make one. It needs bash, git, and everything that the scripts install: the sandbox
 has no network.
 

@@ -3,21 +3,21 @@
 Row: `expected_action` {"type": "function_call", "name", "arguments": JSON text}, or the same as
 JSON text in `expected_answer`, or in `metadata.expected_action`; `reward_mode` (optional): "binary"
 or "continuous", which NeMo-Gym keeps in its server's configuration, resources_servers/swe_pivot.
-As in NeMo-Gym, only the first call of the answer is judged. Its tool must be the same, or have the
+As in NeMo-Gym, only the first call in the answer is judged. Its tool must be the same, or have the
 same purpose (TOOLS in envs/swe/coding_calls.py). An edit needs the same command and file (the last
 two parts of its path), a view 80 % of the lines; a shell command the same program, a path in common
 (its last three parts) and a similarity of 0.3; a search or a read the same path. The reward then
-depends on the similarity of the edited text (the lower of old and new text) or of the command.
+depends on the similarity of the edited text (the lower one of old and new text) or of the command.
 "binary" gives 1.0 from 0.8 up. "continuous" gives 0.5 at 0.4, rising to 1.0 at 0.8, minus up to a
 tenth for the size of an edit. Similarity is difflib's ratio for the first 2,000 characters.
 
 Deliberate deviations: arguments that are not a JSON object earn 0, as do a call without the path or
 shell command of the expected call, and an edit that changes nothing. NeMo-Gym rewards them.
 
-Known leaks: calls after the first are free. Searches, reads, plans, thoughts and finishing calls
-are judged by tool and path alone, edits regardless of the place where they insert. A view may leave
-out its lines or its command. Text after 2,000 characters is not compared, and a fifth of an edit or
-of a shell command may be anything ("; rm -rf /").
+Known leaks: calls after the first are not judged. Searches, reads, plans, thoughts and finishing
+calls are judged by tool and path alone, edits regardless of where they insert. A view may leave out
+its lines or its command. Text after 2,000 characters is not compared, and a fifth of an edit or of
+a shell command may be anything ("; rm -rf /").
 """
 
 from envs import Reward, get, require
@@ -72,7 +72,7 @@ def judge(wanted: dict[str, str], found: dict[str, str], continuous: bool) -> Re
     if not same_tool(tool, wanted["name"]):
         return Reward(0.0, {"reason": "another tool"})
     if not isinstance(ours, dict):
-        return Reward(0.0, {"reason": "arguments are no JSON object"})
+        return Reward(0.0, {"reason": "arguments are not a JSON object"})
     if not same_target(kind, ours, theirs):
         return Reward(0.0, {"reason": "another target"})
     alike = similarity(kind, ours, theirs)

@@ -43,7 +43,7 @@ SETTING = (
     "export PATH PAGER=cat GIT_PAGER=cat MANPAGER=cat LESS=-R PIP_PROGRESS_BAR=off TQDM_DISABLE=1; "
 )
 EDITS = {"create": "file_text", "str_replace": "old_str", "insert": "new_str insert_line"}
-PLAIN = re.compile(r"([^\w*?\[\]{},!./^-])")  # a character without meaning in a file-name pattern
+PLAIN = re.compile(r"([^\w*?\[\]{},!./^-])")  # a character with no role in a file-name pattern
 
 
 class ToolError(Exception):
@@ -125,14 +125,14 @@ class Tools:
     def path(self, path: str) -> str:
         """Returns the absolute form of a path, which may be relative to the repository."""
         if not path or "\0" in path or len(path) > 4000:
-            raise ToolError(f"{path[:100]!r} is no path")
+            raise ToolError(f"{path[:100]!r} is not a path")
         return str(PurePosixPath(self.workdir, path.encode("utf-8", "replace").decode()))
 
     async def text(self, path: str) -> str:
         """Returns a file's text, with bytes that are not UTF-8 as surrogates. Raises ToolError."""
         content = await self.box.get(self.path(path), LARGEST + 1)
         if content is None:
-            raise ToolError(f"{path} is no file that can be read")
+            raise ToolError(f"{path} is not a file that can be read")
         if len(content) > LARGEST:
             raise ToolError(f"{path} has more than {LARGEST:,} bytes: use a command")
         return content.decode("utf-8", "surrogateescape")
@@ -158,7 +158,7 @@ class Tools:
         search = f"find -H {shlex.quote(self.path(path))} {own % (depth, depth)} {kinds}"
         said = await self.found(f"test -d {shlex.quote(self.path(path))} && {search} | sort")
         if not said and await self.found(f"test -d {shlex.quote(self.path(path))} || echo no"):
-            raise ToolError(f"{path} is no file or folder that can be read")
+            raise ToolError(f"{path} is not a file or folder that can be read")
         return said.splitlines()
 
     async def numbered(self, path: str, first: int, count: int) -> str:
@@ -166,7 +166,7 @@ class Tools:
         try:
             lines = (await self.text(path)).split("\n")
         except ToolError as error:
-            if "is no file" not in str(error):
+            if "is not a file" not in str(error):
                 raise
             return "\n".join(await self.listed(path, 2)) or "[an empty folder]"
         if lines[-1] == "":
@@ -180,7 +180,7 @@ class Tools:
         return numbers(lines, first, count) + rest
 
     async def replaced(self, path: str, old: str, new: str, every: bool) -> str:
-        """Replaces a text that a file holds once, or `every` one; shows the change."""
+        """Replaces a text that a file holds once, or all of them if `every`; shows the change."""
         text = await self.text(path)
         if not old:
             raise ToolError("the text to replace is empty")
@@ -238,7 +238,7 @@ class Tools:
         return await self.changed(path, at + 1, len(new))
 
     async def apply_patch(self, input: str) -> str:
-        """Runs Codex's `apply_patch`, which changes nothing if one change has no place."""
+        """Runs Codex's `apply_patch`, which changes nothing if one of the changes does not fit."""
         try:
             changes = codex_patch.parsed(input)
             written: dict[str, str | None] = {}
@@ -335,7 +335,7 @@ TOOLS: dict[str, Callable[..., Awaitable[str]]] = {
 
 
 def fitting(given: dict[str, Json], schema: dict) -> dict[str, Json]:
-    """Returns the given arguments that a tool has. Raises ToolError if they do not fit.
+    """Returns the given arguments that a tool takes. Raises ToolError if they do not fit.
 
     Tool-call parsers leave numbers and lists as text if they do not know the tool's types.
     """
@@ -353,7 +353,7 @@ def fitting(given: dict[str, Json], schema: dict) -> dict[str, Json]:
     try:
         error = next(validator(schema).iter_errors(known), None)
     except RecursionError:
-        raise ToolError("the arguments are nested too deep") from None
+        raise ToolError("the arguments are nested too deeply") from None
     if error:
         raise ToolError(f"{error.json_path.removeprefix('$.')}: {error.message[:200]}")
     return known

@@ -2,8 +2,8 @@
 
 `statuses` and `passed` follow NeMo-Gym's swerl_gen and keep a test's last status. `outcomes` has
 swebench 5.0.2's Python parsers under their names, and parsers for other row sources. It reads a log
-that the judged code may have written to: a test that failed once has failed, and the time is linear
-in the length of the log.
+that the judged code may have written to: a test that failed once counts as failed, and the time is
+linear in the length of the log.
 
 This is not an environment itself: envs/swe/swe_patch.py and envs/swe/swe_judge.py use it.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 STATUSES = ("FAILED", "PASSED", "SKIPPED", "ERROR")
 ENDINGS = {" ok": "PASSED", " F": "FAILED", " E": "ERROR"}  # status by the end of SymPy's lines
-LONGEST = 10_000  # characters of a line that can be a test's
+LONGEST = 10_000  # characters of a line; a longer one is not a test's
 BAD = ("FAILED", "ERROR")
 GOOD = ("PASSED", "XFAIL")  # an expected failure counts as passed
 KEPT = (*GOOD, "SKIPPED")  # a test that passed before and is skipped now is not a regression
@@ -21,7 +21,7 @@ ALL = (*STATUSES, "XFAIL")
 COUNT = re.compile(r"\[\d+\]\Z")  # in place of a name, in pytest's summary of skipped tests
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 CONTROL = dict.fromkeys(range(1, 32))
-DJANGO = (  # beginning and end of Django's output between "..." and the "ok" of a later line
+DJANGO = (  # beginning and end of Django's output between "..." and the "ok" on a later line
     (" ... Testing against Django installed in ", " silenced)."),
     (" ... Internal Server Error: /", "/"),
     (" ... System check identified no issues (0 silenced)", ""),
@@ -45,7 +45,7 @@ def passed(repo: str, log: str) -> set[str]:
 
 
 def name_of(test: str) -> str:
-    """Returns a test's name; of a path in its brackets only the last part, as folders differ."""
+    """Returns a test's name, with a path in brackets cut to its last part: folders differ."""
     found = re.match(r"(.*?)\[(.*)\]", test)
     if found and found[2].startswith("/") and not re.search(r"^//|\*|-/", found[2]):
         return f"{found[1]}[/{found[2].rpartition('/')[2]}]"
@@ -169,7 +169,7 @@ def _by_pytest_v2(lines: Iterable[str]) -> Found:
 
 
 def _by_pytest_pydantic(lines: Iterable[str]) -> Found:
-    """Reads SWE-Gym's pydantic logs, which have a share of tests between status and name."""
+    """Reads SWE-Gym's pydantic logs, which have a percentage of tests between status and name."""
     for line in lines:
         line = re.sub(r"\[(\d+)m", "", line).translate(CONTROL)
         words = re.sub(r"FAILED\s*\[[^\]]*\]", "FAILED", line).replace(" - ", " ").split()

@@ -62,9 +62,9 @@ def test_files_come_go_and_move():
 
 @pytest.mark.parametrize(("lines", "error"), [
     ((), "changes no file"),
-    (("*** Update File: a.py", "?"), "begins with a blank, - or \\+: '\\?'"),
+    (("*** Update File: a.py", "?"), "begins with a space, - or \\+: '\\?'"),
     (("*** Add File: a.py", "x"), "lines that begin with \\+, got 'x'"),
-    (("a.py", "-x"), "expected a line as"),
+    (("a.py", "-x"), "expected a line such as"),
 ])  # fmt: skip
 def test_a_bad_patch_is_refused(lines, error):
     with pytest.raises(ValueError, match=error):
