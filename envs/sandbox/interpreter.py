@@ -8,9 +8,9 @@ standard library.
                   JSON line {stdout, stderr, code, ended} <-- once all its processes are dead
     empty line    --> the room ends, and the next is made
     "alone" line  <-- the kernel allows no rooms here, and this process ends
-    code DIED     <-- a room has died of its program
+    code DIED     <-- a room was killed by its program
 
-With `sessions` its stdin takes connections, each of which gets a room that runs one piece of code
+With `sessions`, its stdin takes connections, each of which gets a room that runs one piece of code
 at a time in the same process, as in a notebook:
 
     "ready" line  <-- the room waits for code; or "alone"
@@ -42,7 +42,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TextIO
 
-# Imports that LiveCodeBench's runner, used by NeMo-Gym's code_gen, makes before a program.
+# Imports that LiveCodeBench's runner, used by NeMo-Gym's code_gen, makes before it runs a program.
 PRELUDE = """string re datetime collections heapq bisect copy math random statistics itertools
 functools operator io sys json builtins typing"""
 STDERR = 2000  # last bytes of stderr that are kept
@@ -60,14 +60,15 @@ VSOCK = 40  # AF_VSOCK, sockets from a virtual machine to its host, which no nam
 NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000
 NOSUID_NODEV = 2 | 4  # flags of mount
 FOLDERS = ("/work", "/tmp", "/dev/shm")
-LOOK = 0.02  # seconds between two looks at a program
-PAUSE = 0.2  # seconds counted at most between two looks; more means that something stood still
+LOOK = 0.02  # seconds between two checks of a program
+PAUSE = 0.2  # maximum seconds counted between two checks; more means that something stood still
 PAGE = 4096  # minimum bytes that a file in memory takes up
-OTHER, DIED = 2, 3  # exit codes: ended for another reason; its child died of a program
+OTHER, DIED = 2, 3  # exit codes: ended for another reason; its child was killed by a program
 MOMENTARY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 LOOPBACK_UP = (0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
 # Exit codes of a process ended by a signal that anybody may have sent: the machine's owner, a
-# scheduler that removes a job, or the process itself. The sender is unknown, so it runs once more.
+# scheduler that removes a job, or the process itself. The sender is unknown, so the program runs
+# once more.
 SENT = tuple(-getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "KILL", "TERM"))
 libc = ctypes.CDLL(None, use_errno=True)
 NO_RIGHTS = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # arguments for capset
@@ -86,11 +87,12 @@ def prelude() -> dict:
 def prepared() -> ModuleType:
     """Returns a module with the names that a program finds.
 
-    It is made before any fork, as each fork copies the pages that it writes.
+    It is made before any fork, because each fork copies the pages that it writes.
     """
     module = ModuleType("__main__")
     errors = os.dup(2)
-    os.dup2(0, 2)  # a stream remembers if it can seek: as a program's file this can, a pipe cannot
+    # A stream remembers whether it can seek: stdin and a program's files can, but a pipe cannot.
+    os.dup2(0, 2)
     stdin, stdout, stderr = fresh_streams("strict")
     os.dup2(errors, 2)
     os.close(errors)
@@ -111,7 +113,7 @@ def main(
     """Serves programs until stdin ends.
 
     `contained`: all processes that it sees are its own. `sessions`: it serves sessions instead.
-    `packages`: a folder to import from. `watches`: it enforces the deadline of programs itself.
+    `packages`: a folder to import from. `watches`: it enforces programs' deadlines itself.
     """
     libc.prctl(DUMPABLE, 0)
     requests = os.dup(0)
@@ -139,7 +141,7 @@ def main(
             else:
                 print("alone", file=replies, flush=True)
             os._exit(OTHER)
-        if watches and fork():  # as the service does not report how a program ended
+        if watches and fork():  # because the service does not report how a program ended
             if fate(os.wait()[1]) == DIED:
                 outcome = {"stdout": "", "stderr": "", "code": -1, "ended": "killed"}
                 print(json.dumps(outcome), file=replies, flush=True)
@@ -160,7 +162,7 @@ def fate(status: int) -> int:
 
 def warm(*modules: str) -> None:
     """Imports the modules that are installed, so that forks need not."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread outlives a fork
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread survives a fork
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -170,7 +172,7 @@ def warm(*modules: str) -> None:
 def enter(size: int, watched: bool = True) -> None:
     """Makes a room, with folders of this size, and returns as its first process, without rights.
 
-    A parent in between ends with the `fate` of that process, or at once unless `watched`. Raises
+    An intermediate parent ends with the `fate` of that process, or at once unless `watched`. Raises
     OSError if the kernel forbids it.
     """
     libc.prctl(DUMPABLE, 1)  # else /proc/self belongs to root
@@ -210,10 +212,11 @@ def write(path: str, text: str) -> None:
 
 
 def seccomp_filter(memory: bool) -> bytes:
-    """Returns a filter that makes the calls in CALLS fail with ENOSYS, memory calls if `memory`.
+    """Returns a filter that makes the calls in CALLS fail with ENOSYS.
 
-    Among sockets only VSOCK's fail. All calls by a program for another machine, such as a 32-bit
-    one, fail, as their numbers differ. The filter is empty if this machine is unknown.
+    Calls for memory fail only if `memory`, and among sockets only VSOCK's fail. All calls by a
+    program for another machine, such as a 32-bit one, fail, because their numbers differ. The
+    filter is empty if this machine is unknown.
     """
     if os.uname().machine not in CALLS:
         return b""
@@ -231,7 +234,7 @@ def seccomp_filter(memory: bool) -> bytes:
 
 @functools.cache
 def refused_calls() -> tuple[bytes, ctypes.Array] | None:
-    """Returns the kernel's sock_fprog of the filter and the memory that it points to, or None."""
+    """Returns the kernel's sock_fprog for the filter and the memory that it points to, or None."""
     if not (steps := seccomp_filter(memory=True)):
         return None
     text = ctypes.create_string_buffer(steps)
@@ -315,7 +318,7 @@ def serve(
 
 
 def oom_kills() -> int:
-    """Returns how many processes of this machine the OOM killer has ended; 0 if unknown."""
+    """Returns how many processes on this machine the OOM killer has ended; 0 if unknown."""
     with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
     return 0
@@ -365,7 +368,7 @@ def queues(pid: int) -> dict[str, float]:
 def run(source: str, files: list[int], limits: dict[int, int], main: ModuleType) -> None:
     """Runs a program in a module; ends the process with 0, or with 1 if the program raises.
 
-    An interrupted program ends by that signal, as Python's main program does.
+    An interrupted program is ended by SIGINT, as Python itself would be.
     """
     code = 1
     interrupted = False
@@ -401,7 +404,7 @@ def run(source: str, files: list[int], limits: dict[int, int], main: ModuleType)
 
 
 def fresh_streams(errors: str = "backslashreplace") -> list[TextIO]:
-    """Opens stdin, stdout and stderr of a program."""
+    """Opens stdin, stdout and stderr for a program."""
     stdin = open(0, errors=errors, closefd=False)  # noqa: SIM115
     stdout = open(1, "w", errors=errors, closefd=False)  # noqa: SIM115
     stderr = open(2, "w", errors=errors, closefd=False)  # noqa: SIM115
@@ -416,7 +419,7 @@ def flush(streams: list[TextIO]) -> None:
 
 
 def clear(contained: bool, pid: int) -> None:
-    """Kills all processes that a program left; ends this process if that takes too long."""
+    """Kills all processes that a program left behind; ends this process if that takes too long."""
     for _ in range(1000):
         try:
             if contained:
@@ -470,7 +473,7 @@ def session(connection: socket.socket, limits: dict[int, int], most: int) -> Non
     kept = (connection.fileno(), output)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2 and descriptor not in kept:
-            with contextlib.suppress(OSError):  # the listing's own is closed already
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
                 os.close(descriptor)
     confine(limits)
     libc.prctl(DUMPABLE, 1)

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 OOM = "the kernel was out of memory and ended a run"
-REFUSED = "a run was refused a process or thread: the limit of a cgroup (pids.max)"
+REFUSED = "a run was refused a process or thread by a cgroup's limit (pids.max)"
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Limits(NamedTuple):
-    """The limits of a run. The memory limit per process also applies to all of them together."""
+    """The limits of a run. The memory limit per process also applies to all processes together."""
 
     seconds: float = 10.0  # seconds that it runs or sleeps
     memory: int = 2 << 30  # bytes of address space per process
@@ -33,7 +33,7 @@ class Ran(NamedTuple):
 
 
 def cgroups(kind: str) -> Iterator[Path]:
-    """Yields the folders of this process's cgroups that count a kind, such as "memory"."""
+    """Yields the folders of this process's cgroups that count a resource, such as "memory"."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)

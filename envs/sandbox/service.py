@@ -26,10 +26,10 @@ from settings.environment_services import is_address
 
 GRACE = 30.0  # seconds that an answer may be late
 AWAY = 900.0  # seconds that the service may be away
-# Seconds that it may take to answer before a run starts. A job fetches its image first.
+# Seconds that it may take to answer before a run starts. A job fetches the service's image first.
 STARTS = 300.0 if "SLURM_JOB_ID" in os.environ else 60.0
 START = 20.0  # seconds that a Python there may take to start
-SHARE = 5  # seconds per second of processor time, if other processes keep processors busy
+SHARE = 5  # wall-clock seconds per second of processor time, if other processes keep the CPUs busy
 HEADER = "X-Session-ID"  # also selects the service's worker
 # Prints how many processes the kernel has killed for lack of memory.
 COUNT = "print(*(line for line in open('/proc/vmstat') if line.startswith('oom_kill ')))"
@@ -55,9 +55,9 @@ async def program(url: str, source: str, stdin: str, limits: Limits) -> Ran:
     """Runs a Python program at the service. Raises CheckerError if it has no outcome.
 
     The program itself counts as having killed its interpreter if the interpreter died twice, a
-    harmless program has an outcome before and after it, and the kernel has killed no process for
-    lack of memory in between. A program ended by a signal in SENT runs once more; if it ends so
-    twice, that is its own end.
+    harmless program had an outcome after each death, and the kernel killed no process for lack of
+    memory in between. A program ended by a signal in SENT runs once more; if that happens again, it
+    counts as the program's own end.
     """
     counts: list[Ran | None] = []
     deaths = 0
@@ -85,7 +85,8 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
     # Files that another program left in the service's folder must not be imported.
     path = "sys.path[:] = [folder for folder in sys.path if folder]"
     code = f"import sys; {path}; sys.argv.append({json.dumps(settings)!r})\n{TEXT}"
-    # As ASCII, in the input: an argument holds only 128 KiB, and half a surrogate pair is not text.
+    # Sent as ASCII, in the input: an argument holds only 128 KiB, and half a surrogate pair is not
+    # text.
     request = json.dumps({"source": source, "stdin": stdin}) + "\n"
     seconds = START + SHARE * limits.seconds
     longest = 6 * (limits.output + STDERR) + 1000  # a byte of output is at most six of JSON
@@ -93,7 +94,7 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
     reply = await execute(url, code, "python", request, allowed)
     if reply["process_status"] == "timeout":
         raise CheckerError(f"the sandbox service at {url} gave no outcome in {seconds:g} s")
-    if "Traceback" in reply["stderr"]:  # the interpreter's, as a program's is in its outcome
+    if "Traceback" in reply["stderr"]:  # the interpreter's: a program's is in its outcome
         raise CheckerError(
             f"the interpreter at the sandbox service at {url} failed: {reply['stderr'][-300:]}"
         )
@@ -129,7 +130,7 @@ async def execute(
         except Failed as failure:
             why = str(failure)
         if time.monotonic() - began > AWAY:
-            raise CheckerError(f"the sandbox service at {url} is away for {AWAY:g} s: {why}")
+            raise CheckerError(f"the sandbox service at {url} has been away for {AWAY:g} s: {why}")
         await asyncio.sleep(pause)
         pause = min(2 * pause, 30.0)
 
@@ -137,11 +138,11 @@ async def execute(
 async def post(
     url: str, request: dict[str, str | float], seconds: float, most: int, session: str = ""
 ) -> Reply:
-    """Posts a request, and returns the JSON object that answers it within these seconds and bytes.
+    """Posts a request, and returns the JSON object that answers it within these limits.
 
     Raises Failed, and CheckerError if the service refuses the request.
     """
-    import aiohttp  # slower than all other imports that the registry makes with this module
+    import aiohttp  # slower to import than everything else that the registry imports with this
 
     headers = {"Content-Type": "application/json"}
     if session:
@@ -187,7 +188,7 @@ def malformed(url: str) -> str:
 def problem(url: str) -> str:
     """Returns why no program could run at the service; "" if it answers in time.
 
-    Waits STARTS seconds, as the service may be starting along with this run.
+    Waits up to STARTS seconds, because the service may be starting along with this run.
     """
     address = f"{url.rstrip('/')}/health"
     until = time.monotonic() + STARTS

@@ -1,12 +1,12 @@
-"""Runs Python sessions in the sandbox: code comes in pieces, and finds the names of earlier pieces.
+"""Runs Python sessions in the sandbox: pieces of code, which see the names from earlier pieces.
 
     Host --starts--> zygote in bubblewrap, with numpy, sympy and rdkit if they are installed
     each session:    zygote --forks--> room: namespaces, folders and a connection of its own
 
-A session is one process (envs/sandbox/interpreter.py). Between two pieces it is stopped, and other
-processes that the code started are dead. It ends with its `async with`, even if that is cancelled.
-At most one piece per processor runs at once. If the kernel forbids rooms, each session has a
-sandbox of its own; if services.sandbox is "http", it is a session of that service.
+A session is one process (envs/sandbox/interpreter.py). Between pieces it is stopped, and any other
+processes that the code started have been killed. It ends with its `async with`, even if that is
+cancelled. At most one piece per processor runs at once. If the kernel forbids rooms, each session
+has a sandbox of its own; if services.sandbox is "http", it is a session of that service.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class Host:
         return ours
 
     def close(self) -> str:
-        """Ends the process with all its sessions; returns the end of its stderr."""
+        """Ends the process and all its sessions; returns the end of its stderr."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -95,7 +95,7 @@ class Session:
         self.host: Host | None = None
         self.connection: socket.socket | None = None
         self.pid = 0  # pid of its process, in this process's namespace
-        self.handle = -1  # pidfd of the same process, even if its pid is reused
+        self.handle = -1  # pidfd of that process, valid even if its pid is reused
         self.name = ""  # name of the session at the service
 
     async def __aenter__(self) -> "Session":
@@ -185,7 +185,7 @@ class Session:
         raise CheckerError(f"the sandbox's Python did not start a session: {why or 'it is dead'}")
 
     async def greeting(self) -> bytes:
-        """Returns a new session's first bytes, and notes its pid; empty if they are late."""
+        """Returns a new session's first bytes, or none if they are late; notes its pid."""
         assert self.connection
         loop = asyncio.get_running_loop()
         came = asyncio.Event()

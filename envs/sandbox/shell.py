@@ -2,7 +2,7 @@
 
 Each shell has a sandbox, whose first process (envs/sandbox/terminal_host.py) enforces the limits:
 processor time and memory of all its processes together, their number, and the size of its working
-folder. It ends with its `async with`, even if that is cancelled, and leaves nothing behind.
+folder. The shell ends with its `async with`, even if that is cancelled, and leaves nothing behind.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ TEXT = Path(__file__).with_name("terminal_host.py").read_text(encoding="utf-8")
 START = 60.0  # seconds for a terminal to start, or for an answer to be late
 PRINTED = 1 << 20  # bytes that a check's command may print
 READY = "the folder is unpacked\n"
-# Errors of tar for a folder that cannot be unpacked anywhere, as one made step by step may be.
+# Errors from tar for a folder that cannot be unpacked anywhere, for example one that was made step
+# by step.
 OWN_FAULTS = ("No space left", "File name too long")
 # Sequences that move the cursor, choose colours, or name the window.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07?|[ -/]?[0-~])")
@@ -50,13 +51,13 @@ class Reply(TypedDict, total=False):
 
 
 class Shell:
-    """One shell, inside an `async with`; `files` (path -> text) are in its working folder."""
+    """One shell, inside an `async with`; `files` (path -> text) are put in its working folder."""
 
     def __init__(self, limits: Limits, files: dict[str, str]) -> None:
         self.limits = limits
         self.files = files
         self.used = False  # True once anything was typed
-        self.ended = ""  # the limit that it has passed: "time" or "memory"
+        self.ended = ""  # the limit that it has exceeded: "time" or "memory"
         self.full = False  # True if its user had no room for all its processes
         self.process: asyncio.subprocess.Process | None = None
 
@@ -95,7 +96,7 @@ class Shell:
     async def type(self, keys: str, seconds: float) -> str:
         """Types keys, and returns the text that the terminal shows within `seconds`.
 
-        The text ends early once the shell asks for another command. Raises CheckerError.
+        Returns early once the shell asks for another command. Raises CheckerError.
         """
         return await self.ask({"keys": keys, "seconds": seconds}, seconds)
 
@@ -127,7 +128,7 @@ class Shell:
     async def pack(self) -> bytes | None:
         """Ends all processes; returns a tar of the working folder, or None if tar fails.
 
-        Raises CheckerError, also if a command may have been refused a process.
+        Raises CheckerError if that fails, or if a command may have been refused a process.
         """
         self.send({"pack": True})
         size = (await self.answer(START))["size"]
@@ -174,11 +175,11 @@ class Shell:
 async def said_after(
     folder: bytes, files: dict[str, str], command: str, limits: Limits
 ) -> str | None:
-    """Runs a command in a fresh sandbox, in a packed folder with `files` in place of its own.
+    """Unpacks a folder in a fresh sandbox, replaces its copies of `files`, runs a command there.
 
-    Returns its output, or None if it passes a limit, or if the folder cannot be unpacked anywhere.
-    Raises CheckerError, also if unpacking fails for another reason. A command ended by a signal in
-    SENT runs once more; if it ends so again, that is the folder's fault.
+    Returns the command's output, or None if the command exceeds a limit or the folder cannot be
+    unpacked anywhere. Raises CheckerError, also if unpacking fails for another reason. A command
+    ended by a signal in SENT runs once more; if that happens again, the folder is at fault.
     """
     given = {f".given/{path}": text for path, text in files.items()}
     argv = ["bash", "-c", CHECK, "check", command]
@@ -199,7 +200,7 @@ async def said_after(
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns the beginning and the end of a text."""
+    """Returns the beginning and the end of a long text."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}\n[... output cut ...]\n{text[-half:]}"
 

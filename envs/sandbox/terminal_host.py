@@ -4,10 +4,11 @@ envs/sandbox/shell.py passes this text to `python -c`: it may import only the st
 
     {"keys", "seconds"}     --> {"screen", "ended"}: the text that the terminal showed
     {"command", "seconds"}  --> the same, for a whole command
-    {"pack": true}          --> {"size"}, then `size` bytes: a tar of /work once all others are dead
+    {"pack": true}          --> {"size"}, then `size` bytes: a tar of /work, once all
+                                other processes have been killed
 
 No process in the sandbox can kill, stop or trace the first one. A shell that ends is replaced by
-another. If a limit is passed, all processes are ended, and `ended` names the limit.
+another. If a limit is exceeded, all processes are ended, and `ended` names the limit.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ import termios
 import time
 from typing import TypedDict
 
-TICK = 0.25  # seconds between two looks at the processes
+TICK = 0.25  # seconds between two checks of the processes
 SETTLE = 0.03  # seconds within which a prompt follows its notice
 NOTICE = 9  # the shell's descriptor on which it announces a prompt
 SHELL = ["bash", "--norc", "--noprofile", "--noediting", "-i"]
@@ -43,7 +44,7 @@ class Request(TypedDict, total=False):
 
 
 def main(seconds: float, memory: int, output: int) -> None:
-    """Serves requests until stdin ends; `seconds` of CPU and `memory` limit all processes."""
+    """Serves requests until stdin ends; all processes share `seconds` of CPU and `memory`."""
     assert os.getpid() == 1, "kill(-1) must mean the sandbox"
     os.chdir("/")
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
@@ -104,7 +105,7 @@ class Terminal:
         os.set_blocking(self.tty, False)
 
     def type(self, keys: bytes, seconds: float) -> bytes:
-        """Types keys, and returns the text shown until `seconds` pass or each line had a prompt.
+        """Types keys, and returns the text shown until `seconds` pass or each line got a prompt.
 
         Long output is reduced to its beginning and its end.
         """
@@ -202,7 +203,7 @@ def pack() -> None:
     quiet = subprocess.DEVNULL
     subprocess.run(["chmod", "-R", "u+rwX", "/work"], stderr=quiet, check=False)
     made = subprocess.run(["tar", "-c", "-C", "/work", "."], stdout=tar, stderr=quiet, check=False)
-    if made.returncode == -signal.SIGKILL:  # sent from outside, as nothing else lives here
+    if made.returncode == -signal.SIGKILL:  # sent from outside, because nothing else runs here
         sys.exit("tar was killed")
     size = -1 if made.returncode else os.fstat(tar).st_size
     print(json.dumps({"size": size}), flush=True)

@@ -3,7 +3,7 @@
 The kernel counts all processes and threads that the user has on the machine, and records nowhere
 that it has refused one. So a run's failure is its own only if, before and after it, there was room
 for all processes that it was promised. Other users' processes do not count, nor do the run's own,
-which are dead by then.
+which have ended by then.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from envs.services import current
 FULL = "the limit of a user's processes (ulimit -u) leaves a run fewer than it was promised"
 NOBODY = 65534  # the user that runs have if this process is root
 OWN = 8  # processes of a run that belong to bubblewrap, or to an interpreter
-DYING = 10  # looks, of a tenth of a second each, while killed processes end
+DYING = 10  # checks, a tenth of a second apart, while killed processes end
 COUNTED = re.compile(r"^Uid:\t(\d+).*^Threads:\t(\d+)", re.M | re.S)
 
 
 def user(image: bool) -> int:
-    """Returns the user whose limit applies to a run, with an image's files or this machine's."""
+    """Returns the user whose limit applies to a run on an image's files, or on this machine's."""
     isolated = current().sandbox == "bubblewrap" and not image
     return NOBODY if isolated and os.geteuid() == 0 else os.getuid()
 
@@ -42,7 +42,7 @@ def problem(limits: Limits) -> str:
     needs = limits.processes + OWN
     if most == resource.RLIM_INFINITY or most >= needs:
         return ""
-    return f"a user may have {most} processes (ulimit -Hu), and one run needs {needs}: raise it"
+    return f"a user may have {most} processes (ulimit -Hu), but one run needs {needs}: raise it"
 
 
 def full(limits: Limits, image: bool = False) -> bool:
@@ -56,7 +56,7 @@ def full(limits: Limits, image: bool = False) -> bool:
 
 
 async def full_after(limits: Limits, killed: bool, image: bool = False) -> bool:
-    """Returns the same after a run; waits for processes that are still dying if it was `killed`."""
+    """Returns `full` after a run; if `killed`, first waits for processes that are still ending."""
     for _ in range(DYING if killed else 0):
         if not full(limits, image):
             return False
@@ -65,7 +65,7 @@ async def full_after(limits: Limits, killed: bool, image: bool = False) -> bool:
 
 
 def of_machine() -> int:
-    """Returns how many processes and threads all users have, in all containers; a quick look."""
+    """Returns how many processes and threads all users have, in all containers, from one file."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
     return 0

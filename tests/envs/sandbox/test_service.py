@@ -103,7 +103,7 @@ async def test_a_program_that_takes_too_long_is_ended_by_its_own_clock():
             await outcome(kills)
         assert await reward(SQUARE) == 1
         assert (await outcome("print(Counter(input()))", "aa")).stdout == "Counter({'a': 2})\n"
-        with pytest.raises(CheckerError, match="runs programs and no commands"):
+        with pytest.raises(CheckerError, match="runs programs but no commands"):
             await sandbox.run(["true"])
 
 
@@ -199,7 +199,7 @@ async def test_a_service_may_be_away_for_a_limited_time():
     left = [503, 429]
     with as_sandbox(lambda _, given: left.pop() if left else executed(given)):
         assert (await outcome(SQUARE)).stdout == "49\n" and not left
-    with pytest.raises(CheckerError, match="is away for 3 s: .*Cannot connect"):
+    with pytest.raises(CheckerError, match="has been away for 3 s: .*Cannot connect"):
         await outcome(SQUARE)
 
 
@@ -228,7 +228,7 @@ async def test_slow_answers_end_at_the_deadline_and_delay_no_other(monkeypatch):
         quick = time.monotonic() - began
         errors = await waiting
         whole = time.monotonic() - began
-    assert all("is away for 0 s: TimeoutError" in str(error) for error in errors)
+    assert all("has been away for 0 s: TimeoutError" in str(error) for error in errors)
     assert quick < whole and whole >= 6.0  # seconds: five of the deadline's one, and the grace
 
 

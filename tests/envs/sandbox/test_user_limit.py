@@ -118,4 +118,4 @@ def test_too_low_a_limit_is_named_before_a_run_starts(monkeypatch):
     monkeypatch.setattr(user_limit.resource, "getrlimit", lambda _: (9, 60))
     monkeypatch.setattr(sandbox, "problem", lambda: "")
     for found in (sandbox.problem_of_start(), shell.problem()):
-        assert found.startswith("a user may have 60 processes (ulimit -Hu), and one run needs 72")
+        assert found.startswith("a user may have 60 processes (ulimit -Hu), but one run needs 72")
