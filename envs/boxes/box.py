@@ -7,7 +7,8 @@ Changes made by commands stay in the layer, which no other box sees and which di
 box. Each command has its own processes, shared memory and network (only its loopback): anything
 that it leaves running ends with it, so nothing from the policy runs between two commands or while a
 patch is read. Its output goes to a pipe, and its exit code to bubblewrap: no process in the box can
-forge a frame around them. It is root in the box, with rights over the image's files and no others.
+forge a frame around them. A command is root in the box, with rights over the image's files and no
+others.
 
 Programs from the original image, which a command cannot replace, can also read the files that it
 left (`aside`). A node's memory limits how many boxes it holds at once (envs/boxes/box_budget.py). A
@@ -15,7 +16,7 @@ node may keep copies of their images (envs/boxes/image_cache.py).
 
 An idle box is two processes: the holder, which is the first process in its PID namespace, and the
 holder's parent. The holder reads from its worker, and so ends when the worker does, even by
-SIGKILL. With the holder the kernel ends every process that has entered its namespace.
+SIGKILL. When the holder ends, the kernel ends every process that has entered its namespace.
 
 This is not an environment itself: environments use it.
 """
@@ -64,7 +65,7 @@ QUICK = 16 << 20  # bytes of output read at full speed; more is read slowly, so 
 PART = 1 << 16  # bytes read at once
 SLOWLY = 0.01  # seconds between two parts after QUICK bytes
 BESIDE = "/tmp/box"  # where `aside` sees the box's files
-SOON = 0.05  # seconds between two looks for processes that a killed command has left
+SOON = 0.05  # seconds between two searches for processes that a killed command has left
 PUT = 'mkdir -p -- "${1%/*}/" && cat >"$1"'
 GET = '[ -f "$1" ] && exec head -c "$2" -- "$1"'
 LONGEST = 100_000  # bytes of a command; the kernel takes no argument of 128 KiB
@@ -257,7 +258,7 @@ class Box:
     async def _finish(
         self, process: asyncio.subprocess.Process, seconds: float, output: "Output"
     ) -> Ran:
-        """Waits until a command ends or passes a limit, and kills all processes that it started."""
+        """Waits until a command ends or exceeds a limit, and kills all processes it started."""
         clock = Clock(process.pid)
         reads = asyncio.create_task(output.read(process.stdout))
         waits = asyncio.create_task(process.wait())
@@ -291,7 +292,7 @@ class Box:
             await asyncio.sleep(SOON)
 
     def _passed(self, clock: Clock, seconds: float) -> str:
-        """Returns the limit that a command passed, or "". Raises CheckerError if it was starved."""
+        """Returns the limit a command exceeded, or "". Raises CheckerError if it was starved."""
         layer = self._layer()
         limits = Limits(seconds, self.size.memory - layer, self.size.processes)
         ended = clock.verdict(limits)
@@ -397,7 +398,7 @@ class Output:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a command. Its processes are dead before bubblewrap ends, if bubblewrap still lives.
+    """Ends a command. If bubblewrap still runs, the command's processes end before it does.
 
     Bubblewrap's own first process is the child of nsenter.
     """

@@ -54,7 +54,7 @@ from envs.services import CheckerError
 DEADLINE = 10.0  # CPU seconds per check; three times as many wall-clock seconds
 PATIENCE = 0.5  # CPU seconds; a longer check restarts in the slow lane
 START_DEADLINE = 120.0  # seconds; a server needs about one second of CPU
-TICK = 0.1  # seconds between two looks at a check
+TICK = 0.1  # seconds between the times at which a warden examines a check
 AWAKE = "RD"  # states of a process that does not sleep
 STOPPED = "Tt"  # states of a process stopped from outside, if a check executes no answers
 GRACE = 10.0  # seconds that a verdict may be late
@@ -102,7 +102,7 @@ class Checkers:
         count. The verdict is value 0.0 with reason "crashed the checker" if a warden sees the check
         die twice, and survive an empty `text`. Raises CheckerError if there is no verdict.
         """
-        import asyncio  # slower than all other imports that the registry makes with this module
+        import asyncio  # slower to import than everything else that the registry imports with this
 
         for lane, limit in ((self.quick, min(PATIENCE, deadline)), (self.slow, deadline)):
             verdict = await asyncio.wrap_future(lane.submit(self._run, limit, request))
@@ -355,7 +355,7 @@ def check(function: Callable[..., dict], channel: socket.socket, left: int) -> N
         os.dup2(0, 2)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor not in (0, 1, 2, channel.fileno()):
-                with contextlib.suppress(OSError):  # the listing's own is closed already
+                with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
                     os.close(descriptor)
         exactly(channel, 1)  # until the warden is its parent
         os.setsid()
@@ -410,8 +410,8 @@ def watch(
 ) -> dict:
     """Returns {} once the verdict is whole or the process has ended, or TIMEOUT or STARVED.
 
-    Collects the check's output in the meantime, as a long verdict would not fit into the channel.
-    Ends this process if the parent is gone.
+    Collects the check's output in the meantime, because a long verdict would not fit into the
+    channel. Ends this process if the parent is gone.
     """
     began = before = time.monotonic()
     ran_before, busy_before, _ = clock(pid)

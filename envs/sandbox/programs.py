@@ -4,9 +4,9 @@
     each program:      zygote --forks--> room: namespaces and folders of its own
     each of its inputs:  room --forks--> process, in which the program runs
 
-A room ends with its program, so that no program finds traces of an earlier one. The zygote lives
-on for the next. A room cannot see it: no process of a room can name, trace or stop it. If the
-kernel forbids rooms, each program has an interpreter of its own, which costs 40 ms.
+A room ends with its program, so that no program finds traces of an earlier one. The zygote lives on
+for the next. A room cannot see it: no process in a room can name, trace or stop it. If the kernel
+forbids rooms, each program has an interpreter of its own, which costs 40 ms.
 """
 
 import asyncio

@@ -4,7 +4,7 @@
                  /usr and Python, read-only; a sized tmpfs as working folder; a cleared environment
     http         NeMo-Skills' sandbox service at services.sandbox_url (SANDBOX_CONTAINER)
     unsafe       a process of this user, with limits and a deadline. It can read and write all that
-                 this user can. Every line that it logs repeats this
+                 this user can. A warning in the log repeats this
 
 A run has limits on processor time, memory, processes, file sizes, open files and output, and a
 deadline after which all processes that it started are killed. Waiting for a free place, or for a
@@ -44,19 +44,19 @@ from envs.sandbox.user_limit import FULL, OWN
 from envs.services import CheckerError, current
 
 log = logging.getLogger(__name__)
-TICK = 0.5  # seconds between two looks at a run
+TICK = 0.5  # seconds between two checks of a run
 NOBODY = ["--reuid", "65534", "--regid", "65534", "--clear-groups"]
 CALLS = seccomp_filter(memory=False)  # system calls that a command may not make
 WORK = "/work"  # the working folder of a run
 PACKAGES = "/packages"  # libraries for sessions
 PATIENCE = 5  # a run may take this many times its deadline if other processes keep CPUs busy
-HUNGRY = 8  # threads of a run: so many can only wait for each other
+HUNGRY = 8  # threads of a run: with this many, they can only wait for each other
 START = 60.0  # seconds that an interpreter may take to start
 STDERR = 2000  # last characters of stderr that are kept
 BOUND = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
-# Files that the machine's root owns, and could write unless a file of the machine is bound over it.
+# Files that the machine's root owns, and can write to unless they are bound over, read-only.
 OF_ROOT = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/acpi", "/proc/scsi")
-# A private in-memory layer of $1 bytes over the folder $0 takes its changes.
+# Changes to the folder $0 go to a private in-memory layer of $1 bytes over it.
 LAYER = """
 cd "$0" && mount -t tmpfs -o "size=$1" none /mnt && mkdir /mnt/over /mnt/work /mnt/root || exit
 layers=lowerdir=.,upperdir=/mnt/over,workdir=/mnt/work,userxattr
@@ -107,7 +107,7 @@ def problem_of_start() -> str:
 def problem_of_checks() -> str:
     """Returns why checks that run answers as code cannot be isolated; "" if they can."""
     if current().sandbox == "http":
-        return "services.sandbox is 'http', which runs programs and no checks: use bubblewrap"
+        return "services.sandbox is 'http', which runs programs but no checks: use bubblewrap"
     return problem()
 
 
@@ -169,7 +169,7 @@ def own_packages() -> str:
             f"a Python could not import numpy: code {tried.returncode}, {tried.stderr[-300:]!r}"
         )
     if tried.returncode:
-        log.warning("programs of answers cannot import numpy: %s", tried.stderr[-300:])
+        log.warning("programs in answers cannot import numpy: %s", tried.stderr[-300:])
     return "" if tried.returncode else folder
 
 
@@ -184,9 +184,9 @@ def wrapped(
     """Returns the prefix that isolates a command; `files` holds the path and descriptor of each.
 
     The command sees the folder `packages` as PACKAGES. Root becomes the user nobody first, since
-    the kernel does not limit processes of root. With an image as `root` the run's user is the owner
-    of its files. A command that makes `rooms` itself forbids namespaces and limits the processor
-    time in them.
+    the kernel does not limit processes of root. With an image as `root`, the run's user is the
+    owner of its files. A command that makes `rooms` itself forbids namespaces and limits the
+    processor time in them.
     """
     command = [*as_run_user(root), *limited(limits, not rooms)]
     if root:
@@ -235,7 +235,7 @@ def around(reads: Iterable[str], executes: bool) -> list[str]:
         return []
     command = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--tmpfs", "/tmp"]
-    folders = [*BOUND, *reads]  # over the empty /tmp, as this project may lie there
+    folders = [*BOUND, *reads]  # over the empty /tmp, because this project may lie there
     bound: list[str] = []
     for folder in sorted({folder for folder in folders if os.path.exists(folder)}, key=len):
         if folder in BOUND and os.path.islink(folder):
@@ -276,7 +276,7 @@ def python_folders() -> list[str]:
 
 
 class Clock:
-    """Measures how long a process and its descendants ran or slept, waits for a CPU not counted."""
+    """Measures how long a process and its descendants ran or slept, without waits for a CPU."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -328,7 +328,7 @@ class Clock:
         self.memory = pages * os.sysconf("SC_PAGESIZE")
 
     def verdict(self, limits: Limits) -> str:
-        """Returns the limit that was passed, or "". Raises CheckerError if the run was starved."""
+        """Returns the exceeded limit, or "". Raises CheckerError if the run was starved."""
         self.look(limits.processes + OWN)
         if self.processes > limits.processes + OWN:
             return "processes"
@@ -336,7 +336,7 @@ class Clock:
             return "time"
         if self.before - self.began > PATIENCE * limits.seconds:
             raise CheckerError(
-                f"a run got a processor for {self.spent:.1f} s of {PATIENCE} times "
+                f"a run got a processor for only {self.spent:.1f} s in {PATIENCE} times "
                 f"its deadline of {limits.seconds:g} s"
             )
         return "memory" if self.memory > limits.memory else ""
@@ -427,7 +427,7 @@ def isolates() -> str:
     if why := problem():
         raise CheckerError(f"the sandbox: {why}")
     if current().sandbox == "http":
-        raise CheckerError("services.sandbox = 'http' runs programs and no commands")
+        raise CheckerError("services.sandbox = 'http' runs programs but no commands")
     if current().sandbox == "unsafe":
         log.warning("services.sandbox = 'unsafe': code runs with the rights of this user")
     return current().sandbox
@@ -450,7 +450,7 @@ def path_alone() -> dict[str, str]:
 
 
 def popen(command: list[str], channel: int, errors: int) -> subprocess.Popen:
-    """Starts a process in a new session, with no environment variable but the path."""
+    """Starts a process in a new session, with no environment variables except PATH."""
     try:
         return subprocess.Popen(
             command,
@@ -474,7 +474,7 @@ async def start(
     cwd: str = "/",
     limit: int = 1 << 16,
 ) -> asyncio.subprocess.Process:
-    """Starts a process in a new session, with no environment variable but the path.
+    """Starts a process in a new session, with no environment variables except PATH.
 
     Its stdout is a pipe, whose lines may have `limit` bytes.
     """
@@ -524,7 +524,7 @@ def place() -> asyncio.Semaphore:
 
 
 async def finish(process: asyncio.subprocess.Process, limits: Limits) -> Ran:
-    """Waits until a process ends or passes a limit, and kills all processes that it started."""
+    """Waits until a process ends or exceeds a limit, and kills all processes that it started."""
     clock = Clock(process.pid)
     out = asyncio.create_task(beginning(process.stdout, limits.output))
     err = asyncio.create_task(end(process.stderr))
@@ -571,7 +571,7 @@ async def end(stream: asyncio.StreamReader | None) -> bytes:
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
-    """Ends a process, its group and its family, as bubblewrap's child may not yet be tied to it."""
+    """Ends a process, its group and its family: bubblewrap's child may not yet be tied to it."""
     alive = family(process.pid) if process.returncode is None else [process.pid]
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
