@@ -202,7 +202,7 @@ class Box:
             if ran.code == 0:
                 return
         why = os.pread(errors, 1000, 0).decode("utf-8", "replace") + output.text()
-        raise CheckerError(f"no box of the image {self.image}: {' '.join(why.split()) or said!r}")
+        raise CheckerError(f"no box from the image {self.image}: {' '.join(why.split()) or said!r}")
 
     async def _placed(
         self,

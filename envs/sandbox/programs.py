@@ -100,7 +100,7 @@ class Interpreter:
         if self.deaths < deaths + 2:
             raise CheckerError("the sandbox's Python was killed, or refused a process")
         if not await self.run("", ""):
-            raise CheckerError("the sandbox's Python dies of any program")
+            raise CheckerError("the sandbox's Python dies with any program")
         return Ran("", "", None, "killed", 0.0)
 
     async def run(self, source: str, stdin: str) -> Ran | None:

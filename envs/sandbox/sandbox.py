@@ -166,7 +166,7 @@ def own_packages() -> str:
         raise CheckerError(f"the sandbox cannot start Python: {error}") from None
     if tried.returncode and "ModuleNotFoundError" not in tried.stderr:  # it may not last
         raise CheckerError(
-            f"a Python could not import numpy: code {tried.returncode}, {tried.stderr[-300:]!r}"
+            f"the sandbox could not import numpy: code {tried.returncode}, {tried.stderr[-300:]!r}"
         )
     if tried.returncode:
         log.warning("programs in answers cannot import numpy: %s", tried.stderr[-300:])
