@@ -66,9 +66,9 @@ class Args:
     ] = ()
     """Answer to try on each row; may be given several times."""
     field: Annotated[str, tyro.conf.arg(aliases=["-f"])] = ""
-    """Field of the rows that holds an answer to try, such as metadata.solution."""
+    """Field in the rows that holds an answer to try, such as metadata.solution."""
     rollouts: Annotated[str, tyro.conf.arg(aliases=["-r"])] = ""
-    """rollouts.jsonl of a run on this file: its answers are judged again."""
+    """rollouts.jsonl from a run on this file: its answers are judged again."""
     model: str = ""
     """Tokenizer folder, which a parser needs."""
     services: Services = Services()

@@ -147,11 +147,9 @@ def read_rows(
         counts = ", ".join(f"{count:,} of {name}" for name, count in alone.items() if count)
         if not rows or path == cfg.data.train:
             raise InputError(
-                f"{path}: rows that compare answers, {counts}, and {single} = 1, expected 2 or more"
+                f"{path}: rows compare answers ({counts}), but {single} = 1, expected 2 or more"
             )
-        print(
-            f"{path}: rows that compare answers, {counts}, and {single} = 1: they are not evaluated"
-        )
+        print(f"{path}: rows compare answers ({counts}), but {single} = 1: they are not evaluated")
     refuse_none(rows, bad)
     return rows, bad
 

@@ -157,7 +157,7 @@ def _sole(folder: Path) -> Iterator[None]:
     path.touch()
     while not (file := _opened(path, fcntl.LOCK_EX)):
         if time.monotonic() > end:
-            raise TimeoutError(errno.ETIMEDOUT, f"{path} was not free for {COPY:g} s")
+            raise TimeoutError(errno.ETIMEDOUT, f"{path} was not free within {COPY:g} s")
         time.sleep(LOOK)
     with file:
         yield

@@ -61,7 +61,7 @@ def check(row: dict) -> None:
     get(row, "injection.target_tool", str, "the name of the tool that the attack calls")
     get(row, "injection.target_args", dict, "the arguments of the attack, an object")
     get(row, "injection.verification_type", str, "what the attack does, such as check_email_sent")
-    names = get(row, "required_tools", list | None, "a list of names of tools, or null")
+    names = get(row, "required_tools", list | None, "a list of tool names, or null")
     for i, name in enumerate(names or ()):
         require(isinstance(name, str), f"required_tools[{i}]", name, "the name of a tool")
 

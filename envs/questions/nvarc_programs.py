@@ -51,7 +51,9 @@ def problem() -> str:
     if services.current().sandbox == "http":
         return ""
     if not importlib.util.find_spec("scipy"):
-        return "prompts of inductive rows offer scipy: expected requirements.txt to be installed"
+        return (
+            "the prompts in inductive rows offer scipy: expected requirements.txt to be installed"
+        )
     if not sandbox.own_packages():
         return "the sandbox's Python cannot import this Python's numpy: the log says why"
     return ""

@@ -72,7 +72,7 @@ async def program(url: str, source: str, stdin: str, limits: Limits) -> Ran:
     lives = first and second and first.stdout == second.stdout and first.code == second.code == 0
     if lives and deaths == 2:
         return Ran("", "", None, "killed", 0.0)
-    raise CheckerError(f"the sandbox service at {url} gave no outcome of a program")
+    raise CheckerError(f"the sandbox service at {url} gave no outcome for a program")
 
 
 async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | None:
@@ -208,4 +208,4 @@ def problem(url: str) -> str:
             print(f"waiting {STARTS:g} s for the sandbox service at {url}: {why}", flush=True)
         waited = True
         time.sleep(2.0)
-    return f"GET {address}: {why}, expected the sandbox service of NeMo-Skills"
+    return f"GET {address}: {why}, expected NeMo-Skills' sandbox service"

@@ -18,7 +18,7 @@ def contents(row: dict) -> dict[str, str]:
 
 def tests_of(row: dict, name: str) -> list[str]:
     """Returns the tests in FAIL_TO_PASS or PASS_TO_PASS. Raises ValueError as `get` does."""
-    return _json(row, f"instance.{name}", list, "a list of names of tests")
+    return _json(row, f"instance.{name}", list, "a list of test names")
 
 
 def _json(row: dict, path: str, kind: type[T], expected: str) -> T:

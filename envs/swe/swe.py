@@ -84,12 +84,12 @@ def check(row: dict) -> None:
     known = tool_sets()
     require(harness is None or harness in known, "harness", harness, "one of: " + ", ".join(known))
     for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):
-        tests = get(row, name, list, "a list of names of tests")
+        tests = get(row, name, list, "a list of test names")
         good = all(isinstance(test, str) for test in tests)
-        require(good, name, tests, "a list of names of tests")
+        require(good, name, tests, "a list of test names")
     for name in ("test_patch", "patch", "log_parser"):
         get(row, name, str, "a text, which may be empty")
-    get(row, "tests.script", str | None, "a script of bash, or null")
+    get(row, "tests.script", str | None, "a bash script, or null")
     get(row, "tests.expected", dict | None, "an object: test -> status, or null")
     if why := swe_judge.refusal(row):
         raise ValueError(why)

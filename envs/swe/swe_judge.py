@@ -274,7 +274,7 @@ def _graded(row: dict, ran: Ran, mark: str, canary: Canary) -> Trial:
         doubt = "" if some_passed else "no test that counts has passed"
         return Trial(Verdict(False, "tests failed", False, details), doubt)
     if set(passes) != {"PASSED"} or not fails or not set(fails) <= set(BAD):
-        doubt = f"two tests of ours ended as {[passes, fails]}, expected one PASSED and one FAILED"
+        doubt = f"our two tests ended as {[passes, fails]}, expected one PASSED and one FAILED"
         return Trial(Verdict(False, "canary", False, details | {"tampered": 1.0}), doubt)
     if not 0 < (ran.code or 0) < KILLED:
         doubt = f"tests ended with code {ran.code} although one must fail"

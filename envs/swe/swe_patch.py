@@ -59,12 +59,12 @@ def check(row: dict) -> None:
     image = get(row, "metadata.image", str, "the name of an image")
     require(re.search(r"[^./:]", image), "metadata.image", image, "the name of an image")
     if mode == "repro-gen":
-        get(row, "instance.regression_script", str, "a script of bash")
+        get(row, "instance.regression_script", str, "a bash script")
         patch = get(row, "instance.patch", str, "a patch that solves the issue")
         require(patch.strip(), "instance.patch", patch, "a patch that solves the issue")
         return
     for name in ("setup_script", "test_script"):
-        get(row, f"instance.{name}", str, "a script of bash")
+        get(row, f"instance.{name}", str, "a bash script")
     get(row, "instance.repo", str, "OWNER/NAME")
     get(row, "metadata.remove_repo_name", bool | None, "true or false")
     for path, content in contents(row).items():
@@ -75,7 +75,7 @@ def check(row: dict) -> None:
     for name in ("FAIL_TO_PASS", "PASS_TO_PASS"):
         tests = tests_of(row, name)
         good = all(isinstance(test, str) for test in tests) and (tests or name == "PASS_TO_PASS")
-        require(good, f"instance.{name}", tests, "a list of names of tests")
+        require(good, f"instance.{name}", tests, "a list of test names")
 
 
 async def verify(row: dict, response: str) -> Reward:

@@ -142,7 +142,7 @@ class Tools:
         try:
             content = text.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
-            raise ToolError("the text has half a character") from None
+            raise ToolError("the text contains half of a surrogate pair") from None
         if len(content) > LARGEST:
             raise ToolError(f"{path} would have more than {LARGEST:,} bytes")
         try:

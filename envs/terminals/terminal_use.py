@@ -68,7 +68,7 @@ def check(row: dict) -> None:
     require(get(row, "checks", list, "a list of checks"), "checks", [], "one check or more")
     for i, each in enumerate(row["checks"]):
         at = f"checks[{i}]."
-        get(each, "command", str, "a command of bash", at)
+        get(each, "command", str, "a bash command", at)
         stdout = get(each, "stdout", str, "what the command prints", at).strip()
         fits = 0 < len(stdout.encode("utf-8", "surrogatepass")) <= PRINTED
         require(fits, at + "stdout", stdout, f"a text of 1 to {PRINTED} bytes")

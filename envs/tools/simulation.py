@@ -137,7 +137,7 @@ class Simulation:
         name = f"of_{step.who}" if step.who in ("customer", "result") else "of_representative"
         shown = f"{self.transcript(i)}\n\nThe step to judge:\n{step.line()}"
         messages = [{"role": "user", "content": shown}]
-        return await self.ask(name, messages, success, f"no verdict on a step of {step.who}")
+        return await self.ask(name, messages, success, f"no verdict on a {step.who} step")
 
     async def ask(
         self, prompt: str, messages: list[dict], read: Callable[[str], T | None], what: str

@@ -217,7 +217,7 @@ def test_rows_that_only_compare_are_left_out_where_an_answer_is_alone(
     lines = [row_of("compare"), row_of("judged_alone"), row_of("compare")]
     cfg.data.val = write_lines(tmp_path / "val.jsonl", lines)
     assert [row["_line"] for row in load_rows(cfg.data.val, cfg)] == [2]
-    left = f"{cfg.data.val}: rows that compare answers, 2 of compare, and data.val_samples = 1"
+    left = f"{cfg.data.val}: rows compare answers (2 of compare), but data.val_samples = 1"
     assert capsys.readouterr().out == f"{left}: they are not evaluated\n"
     for both in (cfg.data.val, "another.jsonl"):
         cfg.data.train = both
@@ -238,7 +238,7 @@ def test_rows_that_only_compare_are_not_trained_on_one_answer(environment, cfg, 
         cfg.group_size = 1
     else:
         cfg.data.val = cfg.data.train
-    told = f"train.jsonl: rows that compare answers, 3 of compare, and {setting} = 1, expected 2"
+    told = rf"train.jsonl: rows compare answers \(3 of compare\), but {setting} = 1, expected 2"
     with pytest.raises(InputError, match=told):
         load_rows(cfg.data.train, cfg)
 

@@ -193,7 +193,7 @@ def test_a_lean_that_does_not_start_is_an_error(stand_in, monkeypatch):
     ({"lean": "no_such_lean x"}, "lean = 'no_such_lean x': no such folder or command; expected"),
     ({"lean": "a 'b"}, ": No closing quotation; expected a folder"),
     ({"lean": "/usr"}, "lean = '/usr': the folder has no program bin/lean; expected"),
-    ({"lean": "env lean", "sandbox": "http"}, "'env lean' is a command, and services.sandbox ="),
+    ({"lean": "env lean", "sandbox": "http"}, "'env lean' is a command, but services.sandbox ="),
     ({"lean": "env A=B lean"}, ""),
 ])  # fmt: skip
 def test_what_is_missing_is_named_at_the_start(given, message, monkeypatch):

@@ -153,6 +153,6 @@ async def test_a_program_that_is_killed_at_a_service(tmp_path, victim):
         return executed(given | {"generated_code": code, "std_input": program})
 
     with as_sandbox(starved):
-        with pytest.raises(CheckerError, match="gave no outcome of a program"):
+        with pytest.raises(CheckerError, match="gave no outcome for a program"):
             await reward(slow)
         assert await reward("print(1)") == 0 and await reward("print(49)") == 1

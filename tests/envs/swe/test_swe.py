@@ -86,7 +86,7 @@ def check_replaced(row: dict, path: list, value) -> None:
     (["tests"], {"kind": "script"}, "tests.script or FAIL_TO_PASS is empty"),
     (["tests"], {"kind": "r2e"}, "tests.expected is empty"),
     (["FAIL_TO_PASS"], [], "tests.script or FAIL_TO_PASS is empty"),
-    (["PASS_TO_PASS"], [3], r"PASS_TO_PASS is \[3\], expected a list of names of tests"),
+    (["PASS_TO_PASS"], [3], r"PASS_TO_PASS is \[3\], expected a list of test names"),
     (["problem_statement"], "", "problem_statement is '', expected a text"),
 ])  # fmt: skip
 def test_a_bad_row_is_refused(row, path, value, message):

@@ -410,11 +410,11 @@ test_bad_rows = refused(
     ("metadata.relevant_file_contents", {"/a": ""}, "contents is '/a', expected paths inside"),
     ("metadata.relevant_file_contents", {"../a": ""}, "contents is '../a', expected paths"),
     ("instance.repo", None, "instance.repo is missing or null, expected OWNER/NAME"),
-    ("instance.setup_script", 3, "instance.setup_script is 3, expected a script of bash"),
+    ("instance.setup_script", 3, "instance.setup_script is 3, expected a bash script"),
     ("instance.test_script", None, "instance.test_script is missing"),
     ("instance.FAIL_TO_PASS", "[]", r"instance.FAIL_TO_PASS is \[\], expected a list of"),
-    ("instance.FAIL_TO_PASS", "a", "instance.FAIL_TO_PASS is 'a', expected a list of names"),
-    ("instance.PASS_TO_PASS", [1], r"instance.PASS_TO_PASS is \[1\], expected a list of na"),
+    ("instance.FAIL_TO_PASS", "a", "instance.FAIL_TO_PASS is 'a', expected a list of test names"),
+    ("instance.PASS_TO_PASS", [1], r"instance.PASS_TO_PASS is \[1\], expected a list of te"),
 )
 
 

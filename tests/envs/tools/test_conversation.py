@@ -141,7 +141,7 @@ def test_what_the_judge_refuses_of_the_policy_earns_nothing(lines, reason, talk)
     ({"of_customer": [GOOD, BAD]}, "rejected a simulated step: {.customer says"),
     ({"of_result": BAD}, "rejected a simulated step: {.returns"),
     ({"of_all": "Yes, it is."}, "no verdict on the conversation in 3 replies"),
-    ({"of_step": '{"explanation": "?"}'}, "no verdict on a step of call in 3 replies"),
+    ({"of_step": '{"explanation": "?"}'}, "no verdict on a call step in 3 replies"),
 ])  # fmt: skip
 def test_a_simulator_or_judge_that_fails_is_never_a_reward(lines, message, talk):
     with pytest.raises(services.CheckerError, match=message):
