@@ -4,9 +4,10 @@
 
 The real `Run`, `Engines`, `Dispatcher`, `RolloutBuffer`, `plan_step` and `Log` run against actors
 that do nothing and answer after a few milliseconds, in any order. Seconds are CPU seconds of this
-process. They include the stubs, whose share is a separate line: making calls and unpickling
-replies, but not sleeping. Ray's own cost per call is not included, as no Ray call is made. If the
-machine has other work, the first decile of the steps is the most reliable figure.
+process. They include what the stubs take to make calls and unpickle replies,
+which a separate line gives, but no sleep. Ray's own cost per call is not included, because no Ray
+call is made. If the machine has other work, the first decile of the steps is the most reliable
+figure.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ GOAL = {1: 0.001, 10: 0.01}  # share of a step of 60 s
 SAMPLES = 16
 LONGEST = 65536
 PHASES = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
-EDGE = 3  # steps at either end, in which the pipeline fills and drains
+EDGE = 3  # steps at either end, during which the pipeline fills and drains
 ANSWERS = {"open_store": ("127.0.0.1", 0), "open_sync_group": (b"", "127.0.0.1", 0), "start": []}
 ANSWERS |= {"join_sync_group": [1], "generate": [None], "probe_gaps": [0.0] * ENGINES}
 ANSWERS |= {"send_weights": 0, "update_weights": Received(PHASES, [], {"wait_for_training": 0.0})}
@@ -86,7 +87,7 @@ class Stubs:
 
     @classmethod
     def timed(cls, method: Callable) -> Callable:
-        """Returns an actor's method, whose seconds are counted."""
+        """Returns an actor's method with its seconds counted."""
 
         def call(*args):
             began = time.thread_time()
@@ -148,8 +149,8 @@ class Actor:
 def measure(steps: int) -> tuple[np.ndarray, dict[str, float]]:
     """Measures one run.
 
-    Returns, for each step, when it is planned: CPU seconds, its plan's, the stubs', and the bytes
-    in memory; and the bytes per step of the files that grow.
+    Returns, for each step at the time it is planned, the CPU seconds so far, those of its plan,
+    those of the stubs, and the bytes in memory; also the bytes per step of the files that grow.
     """
     marks = []
     plan_step = grpo_async.plan_step
@@ -176,7 +177,7 @@ def measure(steps: int) -> tuple[np.ndarray, dict[str, float]]:
         run.cluster.places = Places([], [""] * ENGINES, [""] * RANKS)
         run.cluster.shares_gpus = lambda: False
         run.save = lambda: asyncio.sleep(0)
-        cluster.search_rarely()  # as Cluster does when it is entered
+        cluster.search_rarely()  # as Cluster does on entry
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             asyncio.run(run.run(modes.loops(run)))
         files = [path for path in Path(folder).iterdir() if path.stem != "starts"]

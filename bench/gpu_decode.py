@@ -3,8 +3,8 @@
     python bench/gpu_decode.py MODEL [BATCH [TOKENS]]     a folder with config.json
 
 vLLM runs with a run's settings and random weights; BATCH prompts of 16 tokens get answers of TOKENS
-tokens. The second of two rounds is measured, so that graphs and kernels are ready. The dry run's
-seconds per step are for decoding BATCH half-written sequences.
+tokens. The second of two rounds is measured, when graphs and kernels are ready. The dry run's
+seconds per step are for decoding BATCH sequences that are half written.
 """
 
 import os

@@ -30,7 +30,7 @@ DRIVER = 580  # needed by CUDA 13, for which requirements/gpu.txt's torch is bui
 FILES = 65536
 KILL_AT = 10  # the step of the run that loses an engine
 MISMATCH = 1.02  # largest token_mult_prob_error at lag 0
-SPARE = 256  # MiB by which the memory in use on a GPU varies
+SPARE = 256  # MiB by which the memory in use on a GPU may vary
 TINY = ["--prompts_per_step", "4", "--group_size", "4", "--max_lag", "0", "--val_period", "0"]
 TINY += ["--data.val", "", "--engine.verify_sync_every", "1", "--sample_period", "0"]
 TINY += ["--loss.no-skip_zero_advantage"]  # with random weights all answers are wrong
@@ -48,7 +48,7 @@ LINES: dict[str, Line] = {}
 
 
 def line(gpus: int, seconds: float) -> Callable[[Callable], Callable]:
-    """Adds a function to the table under its own name."""
+    """Returns a decorator that adds a function to the table under its own name."""
 
     def add(work: Callable[["Log"], str]) -> Callable[["Log"], str]:
         LINES[work.__name__] = Line(work, gpus, seconds)
@@ -86,7 +86,7 @@ class Log:
             running.wait(60)
 
     def run(self, *command: Word) -> str:
-        """Returns a program's output. Raises RuntimeError if it fails, TimeoutError if too slow."""
+        """Returns a program's output. Raises RuntimeError if it fails, TimeoutError if slow."""
         with self.program(*command) as running:
             self.until(lambda: running.poll() is not None, f"{command[-1]} to end")
             if code := running.wait():
@@ -220,7 +220,7 @@ def matmul(log: Log) -> str:
 
 @line(gpus=0, seconds=300)
 def logprobs(log: Log) -> str:
-    """Memory and time of the head against full logits, and against Liger's if it is installed."""
+    """Memory and time of the head against full logits, and of Liger's head if it is installed."""
     sizes = () if GPUS else ("--tokens", 512, "--vocab", 16384, "--hidden", 64, "--chunk", 64)
     said = log.run(sys.executable, "bench/logprob_memory.py", *sizes).splitlines()
     found = {word: text.split()[-2:] for text in said if (word := text[:10].strip())}

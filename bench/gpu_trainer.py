@@ -2,10 +2,10 @@
 
     python bench/gpu_trainer.py [ATTENTION...]     each as policy.attention; default: auto
 
-Needs torch, transformers, triton and safetensors alone; weights are random. Rows are packed with
+Needs only torch, transformers, triton and safetensors; weights are random. Rows are packed with
 sequences of 8,192 tokens. MFU counts the forward and backward pass of the network once, 6 FLOPs per
 parameter and token and 6 n^2 Q per layer and sequence of n tokens for causal attention, without
-the recomputation of checkpointing. On a CPU it checks itself on tiny sizes.
+the recomputation of checkpointing. On a CPU, it only checks itself with tiny sizes.
 """
 
 import gc

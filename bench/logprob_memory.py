@@ -2,12 +2,12 @@
 
     python bench/logprob_memory.py [--tokens 8192 --vocab 131072 --hidden 1024 --chunk 1024]
 
-plain is `(hidden @ W.T).float().log_softmax(-1).gather(...)`. truncated is chunked with each token
-chosen among 512, the most that top_p leaves by default (policy/allowed_tokens.py). liger is Liger
-Kernel's fused loss, if that package and a GPU are available: it sums, and takes no per-token
+"plain" is `(hidden @ W.T).float().log_softmax(-1).gather(...)`. "truncated" is "chunked" with each
+token chosen among 512, the most that top_p leaves by default (policy/allowed_tokens.py). "liger" is
+Liger Kernel's fused loss, if that package and a GPU are available: it sums, and takes no per-token
 weights. Each method runs in its own process, on the GPU in bf16 if there is one, else on the CPU in
 float32, where plain needs 14 GB at the default sizes. Peak is the memory that the computation adds
-to its inputs, gradients included; a small run before it makes a library's one-time allocations.
+to its inputs, gradients included; a small run before it triggers a library's one-time allocations.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Measures what tp, cp, pp and ep cost a trainer rank: bytes sent and peak memory, and counts both.
+"""Measures and counts what tp, cp, pp and ep cost a trainer rank: bytes sent, and peak memory.
 
     python bench/megatron_layouts.py        3 minutes on two cores; needs no model, no GPU
 
@@ -6,8 +6,8 @@ Small random models train two rows per replica under policy/megatron on gloo, wi
 place of CUDA. "Sent" counts the tensors given to torch.distributed, as ring algorithms send them,
 as a mean over all ranks; "held" is the peak of the bytes of tensors alive at once, on the fullest
 rank. "Counted" is what --dry_run prints (dry_run/megatron_sizes.py), in float32. Exits with 1 if
-measured / counted is not within 0.9 to 1.1. The hybrid's memory is not compared: on a CPU its Mamba
-kernel is a loop over tokens that keeps every state.
+measured / counted is not within 0.9 to 1.1. The hybrid's memory is not compared: on a CPU, its
+Mamba kernel is a loop over tokens that keeps every state.
 """
 
 import sys
@@ -120,7 +120,7 @@ def settings(model: str, layout: dict, world: int) -> tuple[Config, int]:
 
 
 def work(job: dict, _: Path) -> list:
-    """Returns [model, checkpointing, the ranks' means, for memory their maximum] for each job."""
+    """Returns [model, checkpointing, the ranks' means; for memory, their maximum] for each job."""
     every = []
     for model in job["models"]:
         cfg, tokens = settings(model, job["layout"], job["world"])
@@ -134,7 +134,7 @@ def work(job: dict, _: Path) -> list:
 
 
 def arithmetic(cfg: Config) -> dict[str, float]:
-    """Returns the bytes that are counted for a layout, and memory if it is counted."""
+    """Returns the bytes sent that are counted for a layout, and the memory if that is counted."""
     shape = counted.read_shape(cfg.model, cfg.policy)
     every = counted.token_bytes(shape, cfg.policy, FLOAT32)
     if not cfg.policy.activation_checkpointing:  # checkpointing does not change an update

@@ -5,8 +5,9 @@
 Trains with policy/megatron on one rank if Transformer Engine and mamba-ssm are installed, else with
 transformers' own modelling code and torch's AdamW, which tests the model's kernels and dtypes, but
 not our trainer. A loaded model must be bitwise what was saved. Its next step must match the step
-without saving up to the rounding of kernels: a checkpoint without moments moves weights elsewhere.
-On a CPU Megatron is float32.
+of the model that was not saved, up to the rounding of kernels: without moments, a checkpoint would
+move the weights elsewhere.
+On a CPU, Megatron computes in float32.
 """
 
 import sys
@@ -26,7 +27,7 @@ from support.tiny_models import ROUTED, nemotron  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LR = 0.01  # large enough to move bf16
 ROW = (96, 48, 512)  # tokens per row, tokens per sequence, vocabulary
-APART = 0.1  # allowed difference between two equal steps, relative to a step's length
+APART = 0.1  # allowed difference between two equal steps, relative to the norm of a step
 
 
 class ByMegatron:

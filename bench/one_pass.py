@@ -3,15 +3,16 @@
     python bench/one_pass.py [REPETITIONS]
 
 NeMo-RL's recipe for Nemotron 3 Super computes the logprobs of the whole batch before it trains, for
-the sequence-error filter, the importance weights and the divisor. With one update per batch the
-training forward computes the same logprobs again. One pass is the trainer as shipped, metrics
-included; `two_passes` is the recipe, written here by hand. Each has its own policy and trains
-the same batches in turn; the gradients and weights of both must stay equal to rounding.
+the sequence-error filter, the importance weights and the divisor. With one update per batch, the
+forward pass of training computes the same logprobs again. One pass is the trainer as shipped,
+metrics included; `two_passes` is the recipe, written here by hand. Each has its own policy and
+trains the same batches in turn; the gradients and weights of both must stay equal to rounding.
 
 The policy is a random Qwen3 under FSDP2, one rank, one CPU thread, with activations recomputed as
 in the recipe. Seconds are CPU time, so that other work on the machine hardly affects them. The
-filter drops one sequence, and some weights are truncated. The dropped sequence has an advantage:
-our trainer skips sequences without one, so these cannot fail the filter and stay in the divisor.
+filter drops one sequence, and some weights are truncated. The dropped sequence has a nonzero
+advantage: our trainer skips sequences whose advantage is zero, so these cannot fail the filter and
+stay in the divisor.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     python bench/overlap.py [STEPS]
 
-Both runs train with a learning rate of zero, so that every step has the same work. The synchronous
+Both runs train with a learning rate of zero, so that every step does the same work. The synchronous
 run shows how long each side takes alone; the asynchronous run's efficiency is the longer of the two
 times over its time per step.
 """
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SKIPPED = 5  # steps in which both sides still warm up
+SKIPPED = 5  # steps during which both sides still warm up
 
 
 def measure(max_lag: int, steps: int, folder: str) -> dict[str, float]:

@@ -3,8 +3,8 @@
     python bench/reload.py [EXPERTS [LAYERS]]
 
 A real vLLM engine with a small mixture of experts gets the same policy again and again, through its
-own receiver; only the network is left out. EXPERTS in each of LAYERS (128 and 4: 1,536 expert
-tensors). Prints CPU microseconds per tensor of the whole policy (the median over several updates),
+own receiver; only the network is left out. Each of LAYERS (4) has EXPERTS (128): 1,536 expert
+tensors. Prints CPU microseconds per tensor of the whole policy (the median over several updates),
 for updates that read back one parameter in 32 and for verified updates.
 """
 

@@ -8,8 +8,8 @@
 
 The buffer, the two loops, the choice and replacement of engines, the packing plan and the order of
 a weight update are the product's own code. Engines, trainers, transfers, environments, judges and
-faults are simulated; their pace is that of --dry_run. CONFIG and OVERRIDES are as for
-grpo_async.py. The last line gives what binds a step, and the best of some changes, each simulated.
+faults are simulated; their speeds are those of --dry_run. CONFIG and OVERRIDES are as for
+grpo_async.py. The last line says what binds a step, and names the best of some simulated changes.
 docs/scale.md has the assumptions, and the results for the stages of Nemotron 3 Super.
 """
 
@@ -44,13 +44,14 @@ from settings import reader  # noqa: E402
 from support import shapes  # noqa: E402
 
 STEPS = 24
-ROUND = 200_000  # objects that a run makes before Python looks for garbage; it makes little
+ROUND = 200_000  # objects that a run makes before Python looks for garbage; a run makes little
 TRIED = 14  # steps that a tried change is simulated for, in addition to max_lag
-WORTH = 0.95  # share of a step's time: a change that leaves more is not named
+WORTH = 0.95  # share of a step's time: a change that leaves more than this is not named
 BIG = 60e9  # parameters: a model this large is from the recipe's stages
 AGENT = "swe2"  # part of the name of a configuration whose answers are an agent's episodes
 USUAL = {"turns": 1, "tool": 0.0, "judge": 0.0}
-# Assumed for agent episodes: answers, and the seconds of a command and of a fresh box with tests.
+# Assumed for agent episodes: the number of answers, and the seconds that a command takes, and a
+# fresh box with its tests.
 AGENTS = {"turns": 50, "tool": 5.0, "judge": 120.0}
 MTP = 1.5  # assumed if drafts are tried: tokens per step of a nearly empty engine
 
@@ -173,7 +174,7 @@ class Plan:
         return world.run(cfg, hardware, self.work, Faults.read(given.faults), picture)
 
     def changes(self, found: Findings) -> dict[str, Config]:
-        """Returns changes that may help against what binds, by the text to print."""
+        """Returns changes that may relieve what binds, by the text to print."""
         cfg, engine = self.cfg, self.cfg.engine
         lag = cfg.max_lag + 1
         every = {f"max_lag = {lag}": dataclasses.replace(cfg, max_lag=lag)}
@@ -250,7 +251,7 @@ def verdict(plan: Plan, found: Findings) -> str:
 
 
 def trial(lag: int) -> int:
-    """Returns the steps of a change that is tried at this max_lag: enough to be counted."""
+    """Returns the number of steps for trying a change at this max_lag: enough to be counted."""
     return max(TRIED + lag, findings.fewest(lag))
 
 
@@ -272,7 +273,7 @@ def validate(what: str) -> None:
 
 
 def main() -> None:
-    """Prints what a run does, and last what binds it."""
+    """Prints what a run does, and in the last line what binds it."""
     gc.freeze()
     gc.set_threshold(ROUND)
     given, words = options(sys.argv[1:])

@@ -3,15 +3,15 @@
     python bench/sync.py [UPDATES] [--flag value ...]
     python bench/sync.py traffic [RANKS [MATES [WORKERS]]] [--flag value ...]
 
-One engine and one trainer, a process each, on the tiny model; streams run all the time. Printed:
-the phases of an update, tokens not generated because of it (windows of equal length with and
-without an update, in pairs), requests lost, prompts prefilled twice, and how time and memory of the
-last updates compare with the first.
+One engine and one trainer, in a process each, use the tiny model; streams run all the time.
+Printed: the phases of an update, tokens not generated because of it (from pairs of windows of equal
+length, with and without an update), requests lost, prompts prefilled twice, and how time and memory
+of the last updates compare with the first.
 
-`traffic` counts what each process receives in one update, against the least: RANKS trainer ranks
+`traffic` counts what each process receives in one update, against the minimum: RANKS trainer ranks
 (4), MATES of them in the group next to rank 0 (0), and engine WORKERS (2) that load nothing.
 
-Flags are grpo_async.py's: with --policy.lora_rank 8 updates carry adapters alone.
+Flags are grpo_async.py's: with --policy.lora_rank 8, updates carry only adapters.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
-import psutil  # noqa: E402  # which vLLM brings
+import psutil  # noqa: E402  # installed with vLLM
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -175,7 +175,7 @@ async def main() -> None:
 def report(rows: list[dict], step_tokens: int, load: Load) -> None:
     """Prints phases, tokens, requests, and how the last updates compare with the first."""
     tenth = max(1, len(rows) // 10)
-    first = rows[tenth : 2 * tenth] or rows  # the very first fill caches
+    first = rows[tenth : 2 * tenth] or rows  # the very first ones fill caches
     last = rows[-tenth:]
     print(f"{len(rows)} updates in flight, median ms of each phase:")
     for phase in ("sync_pause", "sync_transfer", "sync_resume"):

@@ -2,10 +2,10 @@
 
     python bench/three_sides.py [STEPS]
 
-Two cores are too few for three sides. So each side sleeps until its tokens have taken a set time,
+Two cores are too few for three sides, so each side sleeps until its tokens have taken a set time,
 as in `bench/simulate.py --validate`. Trainer and teacher take equally long per token. The ratio is
-a step's time over that of the slower of trainer and teacher; 1 is the best. An engine counts as
-busy while it has an answer to write.
+a step's time over the time of the trainer or the teacher, whichever is slower; 1 is the best. An
+engine counts as busy while it has an answer to write.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from mopd import Config  # noqa: E402
 from support.configs import changed  # noqa: E402
 from support.program import Program  # noqa: E402
 
-P, G, PARTS = 64, 1, 8  # one answer to a prompt, as Nemotron 3 Ultra has it
+P, G, PARTS = 64, 1, 8  # one answer to a prompt, as for Nemotron 3 Ultra
 JOBS = ((1, 1), (1, PARTS), (2, 1), (2, PARTS))  # max_lag, parts per step
 
 

@@ -3,7 +3,7 @@
     python bench/tool_hallucination.py models/tiny_tools runs/NAME/step_000160/hf ...
 
 Each model answers the validation rows of launch/make_tiny_tools.py eight times, at temperature 1.
-Half of the rows declare no tools; there a call is a hallucination, and wrong.
+Half of the rows declare no tools: a call there is a hallucination, and wrong.
 """
 
 import json

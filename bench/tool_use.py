@@ -77,7 +77,7 @@ def write_rows(path: Path, pairs: Iterator[tuple[int, int]]) -> None:
 
 
 def copied(text: str, dice: random.Random) -> str:
-    """Copies a text as the teacher does, with slips."""
+    """Copies text as the teacher does, with slips."""
     return "".join(c for c in text if not c.isdigit() or dice.random() > SLIP)
 
 

@@ -2,10 +2,10 @@
 
     python bench/vs_trl.py [STEPS]      a quarter of an hour; other work on the machine spoils it
 
-Both train the same random Qwen3 of a million parameters, whose EOS has about the same chance at
-every position: response lengths are geometric with mean 30, cut at 256. Prompts, reward, batch
-(16 x 16, one optimizer step) and float32 are the same too. The learning rate is nearly zero, so
-that the work stays the same, and ours trains on samples without advantage as TRL does.
+Both train the same random Qwen3 of a million parameters, whose EOS has about the same probability
+at every position, so response lengths are geometric with mean 30, cut at 256. Prompts, reward,
+batch (16 x 16, one optimizer step) and float32 are the same too. The learning rate is nearly zero,
+so that the work stays the same, and ours trains on samples whose advantage is zero, as TRL does.
 
 Ours runs as shipped, in a copy of this folder with one more environment. TRL gets its own virtual
 environment ($BENCH_VENV or .venv-bench), which this script makes from requirements/bench.txt.
@@ -99,7 +99,7 @@ def row_of(word: str) -> dict:
 
 
 def save_model(folder: Path, rows: list[dict], **settings) -> None:
-    """Makes a random model that ends an answer to such rows everywhere with the same chance."""
+    """Makes a random model that ends an answer to such rows anywhere with equal probability."""
     import torch
 
     from launch import tiny_model
@@ -152,7 +152,10 @@ def install_trl() -> None:
 
 
 def train_trl(steps: int, settings: dict) -> None:
-    """Runs in TRL's interpreter; writes trl.json: when steps ended, generation and lengths."""
+    """Runs in TRL's interpreter, and writes trl.json.
+
+    It holds the times at which steps ended, the generation times and the lengths.
+    """
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -218,7 +221,7 @@ def copy_ours(folder: Path, config: str = OURS, name: str = "vs_trl") -> None:
 def run_ours(folder: Path, steps: int) -> dict:
     """Runs grpo_async.py and sums up what it logs.
 
-    The last step is left out, as nothing more is generated during it.
+    The last step is left out, because nothing more is generated during it.
     """
     shutil.rmtree(folder / "run", ignore_errors=True)
     command = [sys.executable, "grpo_async.py", "--config", "configs/bench.py"]

@@ -1,10 +1,10 @@
 """Compares trained samples per second with TRL's asynchronous GRPO; both trainers only sleep.
 
-    python bench/vs_trl_async.py [REPETITIONS]   one takes twelve minutes; other work spoils it
+    python bench/vs_trl_async.py [REPETITIONS]   each takes twelve minutes; other work spoils it
 
 What is compared is the system around the trainer: who starts a rollout when, who waits, what is
 thrown away. A batch is "trained" by sleeping about as long as its generation takes, so learning
-rates do not matter, and samples without advantage are trained as well.
+rates do not matter, and samples whose advantage is zero are trained on as well.
 
 TRL's side is vLLM's unmodified server (the CPU build has no `vllm` command, so its module is
 started) and TRL's unmodified AsyncRolloutWorker, RolloutQueueDataset and VLLMClient, in the virtual
@@ -60,7 +60,7 @@ MEDIAN = 16  # tokens of an answer; the mean is 26
 SPREAD = math.sqrt(0.5)  # standard deviation of the log of a length, of prompts and of samples
 LONGEST = 192  # every 150th answer is cut off here
 TRAIN = 1.25  # seconds for 64 samples, the same as generation: 64 / 16 seats * 26 tokens * 12 ms
-STILL = 0.1  # seconds without an engine step that count as idle
+STILL = 0.1  # seconds without an engine step, from which on an engine counts as idle
 EOS = 1  # id in launch/tiny_model.py's tokenizer
 FAULTS = {8: "request", 12: "reward"}  # step -> what fails once, in a run with faults
 ENGINE = {  # vLLM's arguments on both sides
@@ -163,7 +163,7 @@ class Record:
         self.steps.append(row | {"began": time.time()})
 
     def save(self, note: str) -> None:
-        """Writes record.json, with a word on how the run ended."""
+        """Writes record.json, with a note on how the run ended."""
         (FOLDER / "record.json").write_text(json.dumps({"steps": self.steps, "note": note}))
 
 
@@ -176,7 +176,7 @@ def vowels(completions, **_) -> list[float]:
 
 
 class Tap:
-    """TRL's queue, which remembers what was taken out."""
+    """TRL's queue, with a record of what was taken out."""
 
     def __init__(self, queue):
         self.queue = queue
@@ -195,7 +195,7 @@ def make_worker(job: dict):
 
     async_rollout_worker.is_vllm_available = lambda: True  # it is installed only for the server
     tokenizer = AutoTokenizer.from_pretrained("model")
-    # TRL has the chat templates of some models; for others it needs the place of an answer.
+    # TRL has the chat templates of some models; for others, it must be told where an answer is.
     content = {"close_pattern": "<eos>", "content": "text"}
     template = {"defaults": {"role": "assistant"}, "start_anchor": "<assistant>"}
     tokenizer.response_template = template | {"fields": {"content": content}}
@@ -340,7 +340,7 @@ def train_ours(job: dict) -> None:
 
 
 def measure(folder: Path, side: str, **job) -> dict:
-    """Measures a run of one side, without its first and last steps: the last generate little."""
+    """Measures a run of one side, without its first steps, and its last, which generate little."""
     skipped = 3 + job["lag"]
     job = {"seconds": TRAIN, "faults": False, "parts": 1} | job
     job["steps"] = skipped + STEPS + job["lag"] + 2

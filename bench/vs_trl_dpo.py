@@ -5,9 +5,10 @@
 Both train the same random Qwen3 of a million parameters in float32 on a CPU, on the same pairs in
 the same order, 16 per step, with the same AdamW. Answer lengths are geometric with mean 60, cut at
 256. Losses are compared with TRL at one pair per micro-batch, where its "sft" is a mean over the
-tokens of each pair, as ours is; times with the fastest of its settings. Both score the reference
-before they train, which is not timed. Memory is what a process needs beyond what it has when the
-model is loaded. TRL runs in its own virtual environment ($BENCH_VENV or .venv-bench).
+tokens of each pair, as ours is; times are compared with the fastest of its settings. Both score the
+reference before they train, which is not timed. Memory is what a process uses on top of what it
+holds once the model is loaded. TRL runs in its own virtual environment ($BENCH_VENV or
+.venv-bench).
 """
 
 import json

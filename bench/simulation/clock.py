@@ -14,7 +14,7 @@ from runtime.engines import fleet
 from runtime.rollouts import outages, teachers
 
 T = TypeVar("T")
-# Times this close are one moment: a float that counts years of seconds is no finer.
+# Times this close are one moment: a float that counts years in seconds has no finer resolution.
 MOMENT = 1e-6
 
 

@@ -205,7 +205,7 @@ def table(trace: Trace, found: Findings) -> list[str]:
 
 
 def lost(trace: Trace) -> str:
-    """Formats the faults and their price."""
+    """Formats the faults and what they cost."""
     dropped = trace.steps[-1].stats["dropped_prompts"]
     faults = ", ".join(f"{kind} {count}" for kind, count in trace.faults.items()) or "none"
     engines = trace.steps[-1].stats["engines"]
@@ -213,7 +213,7 @@ def lost(trace: Trace) -> str:
 
 
 def row(label: str, value: float, note: str = "") -> str:
-    """Formats one line: what, how much, from what."""
+    """Formats one line: a label, a value, and where the value comes from."""
     return f"  {label:<26}{value:>12,.1f}  {note}".rstrip()
 
 

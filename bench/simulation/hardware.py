@@ -57,20 +57,20 @@ class Hardware:
         return self.per_token
 
     def prefill(self, tokens: float) -> float:
-        """Returns the seconds in which an engine reads a prompt."""
+        """Returns the seconds that an engine takes to read a prompt."""
         return self.per_prompt_token * tokens
 
     def train(self, rows: Sequence[Sequence[int]]) -> float:
-        """Returns the seconds in which a replica trains rows of sequences of these lengths."""
+        """Returns the seconds that a replica takes to train rows of sequences of these lengths."""
         return self.per_trained_token * sum(map(sum, rows))
 
     def score(self, model: str, layout: "PolicySettings", rows: Sequence[Sequence[int]]) -> float:
-        """Returns the seconds in which a teacher's replica scores rows: a third of training."""
+        """Returns the seconds that a teacher's replica takes to score rows: a third of training."""
         return self.train(rows) / 3
 
 
 class Modelled(Hardware):
-    """A model on GPUs, as the dry run estimates. `drafts`: tokens of an engine step in the tail."""
+    """A model on GPUs, as the dry run estimates. `drafts`: tokens per engine step in the tail."""
 
     def __init__(self, model: Model, cfg: "Config", gpu: Gpu, drafts: float = 1.0):
         tp = cfg.engine.tensor_parallel
@@ -193,7 +193,7 @@ def interpolated(points: Points, batch: int, context: float) -> float:
 
 
 def along(line: list[tuple[float, float]], context: float) -> float:
-    """Interpolates seconds between the two nearest contexts; beyond the last, its seconds stay."""
+    """Interpolates seconds between the two nearest contexts; beyond the last, keeps its seconds."""
     for (x0, y0), (x1, y1) in zip(line, line[1:], strict=False):
         if context <= x1:
             return y0 + (y1 - y0) * (max(context, x0) - x0) / max(x1 - x0, 1e-9)

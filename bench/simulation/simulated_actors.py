@@ -101,7 +101,7 @@ class Stage:
         self.trainings: list[Training] = []
         self.planned: list[Update] | None = None  # the updates that a rank was given last
         self.seconds = 0.0  # seconds that they take
-        self.lost_tokens = 0.0  # tokens that a lost engine had written, and no draft holds
+        self.lost_tokens = 0.0  # tokens that a lost engine had written and that no draft holds
         self.deaths: Counter[str] = Counter()
 
     def make(self, kind: type, *_: Any, **__: Any) -> Method:
@@ -176,7 +176,7 @@ class EngineActor:
         return answer
 
     def die(self, error: Exception) -> None:
-        """Makes all calls fail, future ones as well."""
+        """Makes all calls fail, including future ones."""
         if self.error:
             return
         self.error = error
@@ -325,7 +325,7 @@ class TeacherActor:
         return answered(self.error) if self.error else answer
 
     def die(self, error: Exception) -> None:
-        """Makes all calls fail, future ones as well."""
+        """Makes all calls fail, including future ones."""
         self.error = self.error or error
         if self in self.stage.teachers:
             self.stage.teachers.remove(self)
@@ -420,7 +420,7 @@ class Group:
             self.rollouts.append(Rollout(self, total, draft, shared))
 
     def lose(self, error: Exception) -> None:
-        """Ends the group as its engine has died; keeps drafts as they were copied last."""
+        """Ends the group because its engine has died; keeps drafts as they were last copied."""
         kept = []
         for rollout in self.rollouts:
             written, draft = rollout.written(), rollout.draft()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from bench.simulation.hardware import Hardware
 
-NEARLY = 1e-6  # tokens that count as none
+NEARLY = 1e-6  # tokens: fewer than this count as none
 
 
 class Sequence:
@@ -44,7 +44,7 @@ class Engine:
         self.context = 0.0  # tokens of all running sequences
         self.steps = 0.0  # steps of the engine so far
         self.reading = 0.0  # seconds of reading that prompts still need
-        self.since = 0.0  # start of the present stretch
+        self.since = 0.0  # start of the current stretch
         self.until = 0.0  # end of the stretch
         self.stretch = 0.0  # steps in the stretch
         self.paused = False

@@ -1,4 +1,4 @@
-"""Describes rollouts: lengths of prompts and answers, seconds of environments and judges."""
+"""Describes rollouts: lengths of prompts and answers, seconds that environments and judges take."""
 
 import asyncio
 import dataclasses

@@ -81,7 +81,7 @@ class Trace:
 
 
 class Log:
-    """A stand-in for the run's log: keeps its steps, and watches engines in the picture's steps."""
+    """A stand-in for the run's log: keeps its steps, and watches engines during plotted steps."""
 
     def __init__(self, trace: Trace, picture: range, stage: Stage):
         self.trace = trace
