@@ -267,7 +267,7 @@ class Batch:
 
 # === The algorithm: pure functions of tensors =====================================================
 
-# A std below this share of the largest reward is only rounding: dividing by it would amplify noise.
+# Equal scores may differ by rounding: a std below this share of the largest reward does not divide.
 SPREAD_FLOOR = 1e-4
 
 
@@ -420,6 +420,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     rule = cfg.loss
     # With one update per batch, the old policy is this one: the ratio is 1, but has a gradient.
     old_logp_T = logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
+    # A logprob of the engine that is NaN or infinite is a fault: its token is left out and counted.
     mask_T = batch.mask_T & batch.engine_logp_T.isfinite()
     gap_T = torch.where(mask_T, old_logp_T - batch.engine_logp_T, 0.0)
     trusted = trusted_sequences(gap_T, mask_T, batch.seq_T, cfg.correction.sequence_error_limit)
@@ -708,7 +709,7 @@ class Generator:
             "sync_resume": resumed - loaded,
         }
         meters = self.engine.meter.take()
-        # The seconds without a request: all slots that may start have started.
+        # Idle seconds: usually, no other slot may start before training brings the next version.
         meters["wait_for_training"] = self.written.idle.take()
         return Received(phases, checksums, meters)
 
@@ -808,8 +809,8 @@ class GradientSum:
         """Runs forward and backward over a rank's rows for an update, or for a part of one.
 
         Returns the rows that have samples, with the logprobs that the engine's are compared with.
-        Only one rank of each replica returns them (`policy.reports`): its other ranks compute the
-        same logprobs, or an earlier pipeline stage, which has no loss.
+        Only one rank of each replica returns them (`policy.reports`). The others either compute the
+        same logprobs, or are an earlier pipeline stage, which has none.
         """
         logps: list[Tensor] = []
 
@@ -847,7 +848,7 @@ class GradientSum:
 class Trained(NamedTuple):
     """A rank's results for a batch. Ray keeps the logprobs; the driver fetches the rest."""
 
-    metrics: dict[str, float]  # means over updates and ranks; the seconds are this rank's
+    metrics: dict[str, float]  # over updates and ranks; the seconds are this rank's
     mismatch: MismatchTable  # between trainer and engine, by environment, lag and place
     logps: np.ndarray  # float32 [T] of all tokens, in the order of the share's places
 
@@ -995,8 +996,8 @@ class Engines:
             try:
                 measured, gaps = await self.send_weights(version)
             except Exception as error:
-                # If none was lost in this attempt, each engine that is dead or may be at fault is
-                # discarded here. Re-raises the error if no new engine can help.
+                # Discards the dead engines, so that the next attempt replaces them; if none was
+                # lost since `lost_before`, all. Re-raises the error if no new engine can help.
                 await repair.discard_dead(fleet, error, lost_before)
                 continue
             if gaps:
@@ -1030,8 +1031,10 @@ class Engines:
         while not run.leaving:
             replacing = repair.replace(self.fleet)
             await repair.unless_left(self.fleet, replacing, lambda: run.leaving)
-            async with run.training:  # the weights belong to `version` only while it is held
-                # Not set any more if the sync of a step has served the new engines meanwhile.
+            # `replace` has waited for a loss, and until successors loaded. The lock keeps them from
+            # getting weights between an optimizer step and `buffer.advance`.
+            async with run.training:
+                # It stays set until all engines are synced, perhaps by a step in the meantime.
                 if self.fleet.missing.is_set():
                     await run.sync_or_leave(run.buffer.version)
 
@@ -1138,7 +1141,8 @@ class Run(Generic[C]):
         await self.cluster.start_trainers()
         trains = not self.cfg.command.eval_only
         must_match = self.MUST_MATCH if trains else None
-        # A checkpoint whose fields are not those of `self.state()` is refused.
+        # A checkpoint whose fields are not those of `self.state()` is refused. `load` returns its
+        # fields, its `folder`, and as `evaluated` the version that metrics.jsonl has last.
         state = await self.checkpoints.load(must_match, self.state())
         version = state.get("version", 0)
         self.log.open(self.cfg, version)
@@ -1336,7 +1340,8 @@ class Run(Generic[C]):
         )
         if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
             for call in calls:
-                # From the share's numbering of groups to that of the whole step.
+                # Places as indices in the groups of the whole step, of which earlier parts had
+                # `first`. A rank that does not report has no logps, and nothing is written for it.
                 places = call.share.places(first=len(current.groups))
                 current.scores.append(ScoredShare(places, call.logps))
         current.groups += groups
@@ -1381,7 +1386,8 @@ class Run(Generic[C]):
         """Copies the state while the run waits, and writes the copy while the run continues."""
         await self.checkpoints.written()
         async with self.training:  # ranks that copy cannot answer a repair, which would time out
-            ready = [*self.buffer.taken, *self.buffer.ready.values()]  # when the state is taken
+            # Groups and state belong to one moment: no `await` may come between them.
+            ready = [*self.buffer.taken, *self.buffer.ready.values()]
             await self.checkpoints.save(self.state(), ready, self.tasks)
 
     def state(self) -> dict:
@@ -1396,7 +1402,7 @@ class Run(Generic[C]):
         """Continues from the `state` of a checkpoint and its finished groups."""
         self.progress = Progress(**state["progress"])
         self.buffer.restore(state["version"], ready, state["dropped"])
-        self.evaluated = state["evaluated"]  # Checkpoints.load reads it from metrics.jsonl
+        self.evaluated = state["evaluated"]
 
 
 def main() -> None:

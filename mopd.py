@@ -114,7 +114,7 @@ class Config(TeacherSettings, GroupSettings):
         return super().demand._replace(beside=self.teacher_ranks)
 
     def __post_init__(self) -> None:
-        """Refuses combinations that cannot work, naming both sides. Raises ValueError."""
+        """Refuses combinations that cannot work. Raises ValueError."""
         super().__post_init__()
         G, b = self.group_size, self.loss.reward
         P, n = self.prompts_per_step, self.train_parts
@@ -127,6 +127,7 @@ class Config(TeacherSettings, GroupSettings):
             (P % n == 0, f"prompts_per_step = {P} is no multiple of train_parts = {n}"),
             (low <= 0 <= high, f"advantage.clip = {low, high}: expected low <= 0 <= high"),
             (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
+            # The experts are the student's engine's, and a teacher would be routed by them, too.
             (not self.policy.replay_routing, "policy.replay_routing = True: expected False"),
         ):
             if not holds:
@@ -220,8 +221,9 @@ class Teacher(Rank):
     def start(self, rank: int, address: tuple[str, int]) -> None:
         """Joins the other ranks and loads the checkpoints of the teachers that they serve.
 
-        A host is a set of ranks that serves one or more teachers; `cfg.model` is the first of their
-        checkpoints. Raises RuntimeError if a checkpoint does not match the marker of its export.
+        `self.cfg` holds the settings of these ranks: its `model` is a teacher's checkpoint, the
+        first one that they serve. Raises RuntimeError if a checkpoint does not match the marker of
+        its export.
         """
         cfg = self.cfg
         self.join_ranks(rank, address)
@@ -247,6 +249,7 @@ class Teacher(Rank):
         began = time.perf_counter()
         teacher = self.networks[model]
         no_loss = Update(planned_tokens=1, planned_sequences=1, rows=[])  # nothing is divided
+        # With top_p, rows hold the sets that the student drew from: teachers normalise over them.
         packed: list[list[Sample]] = []
         batches: list[grpo_async.Batch] = []
         for places in rows:
