@@ -232,10 +232,10 @@ class NoEngines:
         self.fleet = self
         self.alive: tuple[()] = ()
 
-    def launch(self) -> None:
+    def launch_missing(self) -> None:
         """Starts nothing."""
 
-    async def start(self) -> None:
+    async def launch_and_wait(self) -> None:
         """Waits for nothing."""
 
     async def repair_forever(self, run: RolloutRun) -> None:
