@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 from rollout.response import Response
 
 Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
+SHOWN = 200  # characters of a bad value in a message
 
 
 @dataclass
@@ -68,6 +69,8 @@ def require(good: object, path: str, value: object, expected: str) -> None:
     if not good:
         try:
             shown = "missing or null" if value is None else reprlib.repr(value)
+            if len(shown) > SHOWN:  # reprlib limits each level of a value, not the whole
+                shown = f"{shown[: SHOWN - 30]}...{shown[-30:]}"
         except ValueError:  # an int of more than 4,300 digits has no repr
             shown = f"a huge {type(value).__name__}"
         raise ValueError(f"{path} is {shown}, expected {expected}")
