@@ -22,6 +22,7 @@ import pytest
 import quick_start  # noqa: F401
 
 from envs import services
+from support import data
 from support.configs import changed
 from support.program import ROOT
 
@@ -30,7 +31,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("GRPO_BOXES_AS_ROOT", "1")  # their images are folders
 os.environ.setdefault("PYTHONPATH", f"{ROOT}/tests/support/quick")
 
-SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 DURATIONS = Path(__file__).parents[1] / "durations.txt"
 CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
@@ -70,10 +70,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """Prints the seed of the order, and writes durations.txt: the seconds of each test.
+    """Lists what was skipped for lack of data, prints the seed, and writes durations.txt.
 
-    They are those of its fixtures as well; the longest is the first.
+    That file has the longest test first. A test's seconds include those of its fixtures.
     """
+    if lines := data.skipped(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.section(f"{len(lines)} tests were skipped: ../shared/data is absent")
+        terminalreporter.write_line("
+".join(lines))
     seed = terminalreporter.config.getoption("randomly_seed", None)
     terminalreporter.write_line(f"random order: -p randomly --randomly-seed={seed}")
     seconds: Counter = Counter()
@@ -268,11 +272,3 @@ def small_disk(tmp_path):
         pytest.skip("only root may mount a small file system")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Real rows and known answers that live beside the project, not in it."""
-    if not SHARED.is_dir():
-        pytest.skip(f"{SHARED} is absent: real rows and known answers are not checked")
-    return SHARED

@@ -26,7 +26,7 @@ from grpo_async import Config, Run
 from launch import judges
 from runtime.startup import preflight
 from settings import merging, reader
-from support import issues, shapes, verifiers
+from support import data, issues, shapes, verifiers
 from support.configs import changed, shrunk
 from support.judges import Judge, configured
 from support.program import ROOT, Program
@@ -335,7 +335,7 @@ def recipe_services(tmp_path, monkeypatch, lean):
         told = "".join(f"{name} {judge.url}\n" for name, judge in judges.items())
         (tmp_path / "judges").write_text(told)
         monkeypatch.setenv("JUDGES_FILE", str(tmp_path / "judges"))
-        tables = str(verifiers.DATA / "workplace_csv")
+        tables = str(data.HERE / "workplace_csv")
         yield {"lean": lean, "images": str(tmp_path / "images"), "workplace": tables}
 
 

@@ -1,6 +1,5 @@
 """A run that is killed and resumed equals the undisturbed run."""
 
-import itertools
 import json
 import os
 import signal
@@ -9,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SHARED, spelling_rows, write_rows
+from conftest import spelling_rows, write_rows
 
 from grpo_async import Config
 from launch.make_gsm8k import blend, convert
 from runtime.checkpoints import archive, lineage
 from runtime.startup import preflight
 from support.configs import changed
+from support.data import HERE, texts
 from support.program import Program, end, survivors
 
 pytestmark = pytest.mark.e2e
@@ -200,17 +200,12 @@ def test_a_run_goes_on_whatever_ended_it(tiny_config, tmp_path):
 
 
 def gsm8k(folder: Path) -> dict[str, str]:
-    """The `data` of a run on GSM8K: real questions where they are at hand, else some of our own."""
-    raw = [
-        {"question": f"Ann has {n} eggs. How many are two more?", "answer": f"#### {n + 2}"}
-        for n in range(40)
-    ]
+    """The `data` of a run on GSM8K: 40 questions to train on, and four others."""
+    lines = texts("gsm8k/train.jsonl", HERE)
     data = {}
-    for name, of in (("train", "train"), ("val", "test")):
-        real = SHARED / "gsm8k" / f"{of}.jsonl"
-        lines = real.read_text().splitlines() if real.exists() else map(json.dumps, raw)
+    for name, of, chosen in (("train", "train", lines[:40]), ("val", "test", lines[40:])):
         source = folder / f"{of}.raw"
-        source.write_text("\n".join(itertools.islice(lines, 40 if name == "train" else 4)))
+        source.write_text("\n".join(chosen))
         data[name] = str(folder / f"{of}.jsonl")
         convert(source, Path(data[name]))
     return data
@@ -250,7 +245,7 @@ def test_saved_samples_of_a_blend_train_again_without_an_engine(tiny_model, tmp_
     lines = collected.lines("rollouts.jsonl")
     assert {line["env"] for line in lines} == {"math_with_judge_simple_agent"}
     first = next(line for line in lines if line["slot"] == 0)
-    assert ("Natalia sold clips" if SHARED.exists() else "two more") in first["prompt"]
+    assert "Natalia sold clips" in first["prompt"]
     # 40 and 8 rows: one of MATH's in the middle of each six.
     assert sorted({line["row"] for line in lines}) == list(range(1, 13))
     assert {line["row"] for line in lines if line["dataset"] == "math"} == {4, 10}

@@ -180,8 +180,10 @@ def test_config_files_are_overrides_only():
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Every file that is text, and its text."""
+    """Every file that is text and that we wrote, and its text."""
     for path in FILES:
+        if re.match("tests/data/.*/", path):
+            continue  # published data, as it is
         with contextlib.suppress(UnicodeDecodeError):
             yield path, read(path)
 

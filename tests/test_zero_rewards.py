@@ -1,4 +1,4 @@
-"""Flaws that set an episode's reward to 0: known answers, through a worker and a real template."""
+"""Flaws that set an episode's reward to 0: known answers, through a worker and a template."""
 
 import asyncio
 import json
@@ -22,17 +22,32 @@ NAMES = ("reasoning_is_answer", "empty_answer", "inner_eos", "think_tags")
 FINE = ("it is 4</think>4<|im_end|>",)
 CALL = Response("x", "look it up", "", [{"type": "function_call", "name": "f", "arguments": "{}"}])
 ON, OFF, SILENT = {"enable_thinking": True}, {"enable_thinking": False}, None
+# Its prompts open or close the thought as those of Nemotron's template do.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "<think>{{ '\n' if enable_thinking else '</think>' }}{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A folder with Nemotron's template, whose model may end an answer with either token."""
+    """A folder with TEMPLATE, whose model may end an answer with either token."""
     folder = tmp_path_factory.mktemp("nemotron")
-    tokenizer = chats.real("nemotron_3_ultra")
+    tokenizer = chats.make_tokenizer(TEMPLATE, chats.CHATML, "<|im_end|>")
     tokenizer.save_pretrained(folder)
     ends = [tokenizer.convert_tokens_to_ids(t) for t in ("<|endoftext|>", "<|im_end|>")]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return str(folder)
+
+
+@pytest.mark.parametrize("kwargs", [ON, OFF])
+def test_the_template_opens_a_thought_as_nemotrons_does(model, kwargs):
+    asked = [{"role": "user", "content": "2 + 2?"}]
+    how = {"tokenize": False, "add_generation_prompt": True} | kwargs
+    ours, theirs = load_tokenizer(model), chats.real("nemotron_3_ultra")
+    ends = [t.apply_chat_template(asked, **how).rpartition("assistant")[2] for t in (ours, theirs)]
+    assert ends[0] == ends[1] != ""
 
 
 def played(model: str, *texts: tuple[str, ...], kwargs: dict | None = ON) -> list[Turn]:

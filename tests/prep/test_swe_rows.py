@@ -126,7 +126,7 @@ def test_the_published_example_rows_say_what_they_lack(swe, tmp_path, capsys):
     with pytest.raises(InputError, match="no row of it is left"):
         swe(lines("gym_rows", "swe_agents"))
     told = capsys.readouterr().out
-    assert "SWE-Gym/SWE-Gym 5 records, 5 refused" in " ".join(told.split())
+    assert "SWE-Gym/SWE-Gym 2 records, 2 refused" in " ".join(told.split())
     assert "getmoto__moto-7365" in told and "expected eval_script, or --tables with swegym" in told
 
 

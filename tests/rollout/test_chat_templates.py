@@ -35,14 +35,13 @@ WORDS += ("<|eot_id|>", "<tool_response>", "</tool_response>", "assistant", "<th
 NUMBER = re.compile(r"#\d+#")
 
 
-@pytest.fixture(scope="module")
-def tokenizers(shared_data, tmp_path_factory):
-    """A small tokenizer for each template, saved where its parsers find it."""
-    made = {name: real(name) for name in FAMILIES}
-    for name, tokenizer in made.items():
-        folder = tmp_path_factory.getbasetemp() / "-".join(FAMILIES[name][:2])
-        tokenizer.save_pretrained(folder)
-        tokenizer.name_or_path = str(folder)
+@pytest.fixture
+def tokenizer(name, tmp_path_factory):
+    """A small tokenizer with a template, saved where its parsers find it."""
+    made = real(name)
+    folder = tmp_path_factory.getbasetemp() / "-".join(FAMILIES[name][:2])
+    made.save_pretrained(folder)
+    made.name_or_path = str(folder)
     return made
 
 
@@ -150,7 +149,7 @@ def check(tokenizer, name: str, seed: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_sampled_ids_are_trained_and_only_the_template_s_words_are_added(tokenizers, name):
+def test_sampled_ids_are_trained_and_only_the_template_s_words_are_added(tokenizer, name):
     """Of many turns, and no sequence more than the environment made by rewriting its history."""
-    counts = np.array([check(tokenizers[name], name, seed) for seed in range(75)])
+    counts = np.array([check(tokenizer, name, seed) for seed in range(75)])
     assert counts[:, 0].sum() > 200 and counts[:, 1].max() > 1

@@ -498,7 +498,7 @@ def test_random_episodes_keep_every_token(tokenizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nemotron_3_super", "nemotron_3_nano", "qwen3", "llama3_1"])
-def test_real_templates_show_the_task_the_summary_and_the_last_exchange(shared_data, name):
+def test_real_templates_show_the_task_the_summary_and_the_last_exchange(name):
     tokenizer = real(name)
     limit = 2000
     sampler, engine, talk = episode(tokenizer, worker_says(30), limit, most=40)

@@ -1,5 +1,6 @@
 """Conversations in the form of the Responses API, and what chat templates make of them."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from envs.check_rows import load_rows, render
 from rollout.messages import chat, functions, last_question
 from settings.config import Data, Sampling
 from settings.environment_services import Services
+from support.data import HERE, SHARED, shared, template
 from support.tables import gives
 
 THOUGHT = {"type": "reasoning", "id": "r", "summary": [{"text": "\nLet me see.\n"}]}
@@ -90,27 +92,38 @@ def test_only_an_environment_that_says_so_takes_no_input(monkeypatch):
     check_rows.check_row(row)
 
 
-TEMPLATES = ("nemotron_3_super", "nemotron_3_nano", "qwen3", "qwen3_instruct_2507", "qwen2_5")
+QWEN = ("qwen3", "qwen3_instruct_2507", "qwen2_5")
+TEMPLATES = (*QWEN, "nemotron_3_super", "nemotron_3_nano")
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory, shared_data):
+def with_template(tmp_path_factory):
+    """A function that returns the character tokenizer with a model's template."""
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(folder)
-    made = {}
-    for name in TEMPLATES:
-        made[name] = AutoTokenizer.from_pretrained(folder)
-        source = shared_data / f"chat_templates/{name}.jinja"
-        made[name].chat_template = source.read_text(encoding="utf-8")
-    return made
+
+    @functools.cache
+    def make(name: str):
+        made = AutoTokenizer.from_pretrained(folder)
+        made.chat_template = template(name)
+        return made
+
+    return make
 
 
-def test_every_released_row_loads_and_is_rendered(tokenizers, shared_data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "names"), [(HERE, QWEN), (SHARED, TEMPLATES)], ids=["here", "shared"]
+)
+def test_every_released_row_loads_and_is_rendered(
+    place, names, with_template, tmp_path, monkeypatch
+):
     """The examples of NeMo-Gym lack `agent_ref`, which the blends have."""
+    folder = shared("gym_rows") if place == SHARED else HERE / "gym_rows"
+    tokenizers = {name: with_template(name) for name in names}
     served = SimpleNamespace(ALLOWS_EMPTY_INPUT=True)
     monkeypatch.setattr(registry, "environment", lambda name: served)
     agent = {"agent_ref": {"type": "responses_api_agents", "name": "any"}}
-    for source in sorted((shared_data / "gym_rows").glob("*.jsonl")):
+    for source in sorted(folder.glob("*.jsonl")):
         rows = [agent | json.loads(line) for line in source.read_text().splitlines()]
         path = write_rows(tmp_path / source.name, rows)
         of_rows = {row["responses_create_params"].get("temperature") for row in rows} - {None}
@@ -124,36 +137,36 @@ def test_every_released_row_loads_and_is_rendered(tokenizers, shared_data, tmp_p
             assert not row["responses_create_params"]["input"] or render(tokenizer, row, {})
 
 
-@pytest.mark.parametrize(("template", "expected"), [
+@pytest.mark.parametrize(("name", "expected"), [
     ("nemotron_3_super", "<think>\nLet me see.\n</think>\nI add\n<tool_call>\n<function=add>\n"
      "<parameter=a>\n[1, \"x\"]\n</parameter>\n</function>\n</tool_call>\n<|im_end|>"),
     ("qwen3", "<think>\nLet me see.\n</think>\n\nI add\n<tool_call>\n"
      '{"name": "add", "arguments": {"a": [1, "x"]}}\n</tool_call><|im_end|>'),
 ])  # fmt: skip
-def test_templates_show_thoughts_calls_and_tools(tokenizers, template, expected):
+def test_templates_show_thoughts_calls_and_tools(with_template, name, expected):
     items = [said("user", "1 + 1?"), THOUGHT, said("assistant", "I add"), CALL, OUTPUT]
     row = {"responses_create_params": {"input": items, "tools": [TOOL]}}
-    tokenizer = tokenizers[template]
+    tokenizer = with_template(name)
     prompt = tokenizer.decode(render(tokenizer, row, {}))
     assert expected in prompt and '{"sum": 2}' in prompt and "strict" not in prompt
     plain = {"input": [said("user", "1 + 1?")], "tools": []}
     assert "tool" not in tokenizer.decode(render(tokenizer, {"responses_create_params": plain}, {}))
 
 
-def test_a_rows_own_variable_turns_reasoning_off(tokenizers):
+def test_a_rows_own_variable_turns_reasoning_off(with_template):
     """As data_prep.py reasoning_control writes it."""
     variables = {"chat_template_kwargs": '{"enable_thinking": false}'}
     params = {"input": [said("user", "1 + 1?")], "metadata": variables}
-    tokenizer = tokenizers["nemotron_3_super"]
+    tokenizer = with_template("nemotron_3_super")
     ids = render(tokenizer, {"responses_create_params": params}, {"enable_thinking": True})
     assert tokenizer.decode(ids).endswith("<think></think>")
 
 
-def test_an_agent_turns_reasoning_off_unless_the_row_has_it_on(tokenizers):
+def test_an_agent_turns_reasoning_off_unless_the_row_has_it_on(with_template):
     params = {"input": [said("user", "1 + 1?")]}
     row = {"agent_ref": {"name": "genrm_simple_agent_reasoning_off"}}
     row["responses_create_params"] = params
-    tokenizer = tokenizers["nemotron_3_super"]
+    tokenizer = with_template("nemotron_3_super")
     ids = render(tokenizer, row, {"enable_thinking": True})
     assert tokenizer.decode(ids).endswith("<think></think>")
     params["metadata"] = {"chat_template_kwargs": '{"enable_thinking": true}'}

@@ -24,6 +24,7 @@ from rollout.rows import quarantine
 from rollout.sampler import sampling_of
 from settings.config import Sampling
 from settings.environment_services import Services
+from support.data import HERE, template
 from support.verifiers import replaced
 
 MUTANTS = 20_000
@@ -47,19 +48,18 @@ THOUGHTFUL += [{"role": "assistant", "content": "<think>one and one</think>2"}]
 THOUGHTFUL += [{"role": "user", "content": "And 2 + 2?"}]
 
 
-@pytest.mark.parametrize(("template", "variables", "keeps", "end"), [
+@pytest.mark.parametrize(("name", "variables", "keeps", "end"), [
     ("nemotron_3_super", {}, False, "<think>\n"),
     ("nemotron_3_super", {"truncate_history_thinking": False}, True, "<think>\n"),
     ("nemotron_3_super", {"enable_thinking": False}, False, "<think></think>"),
     ("qwen3", {"enable_thinking": True}, False, "<|im_start|>assistant\n"),
     ("qwen3", {"enable_thinking": False}, False, "<think>\n\n</think>\n\n"),
 ])  # fmt: skip
-def test_variables_reach_the_chat_template(tmp_path, shared_data, template, variables, keeps, end):
+def test_variables_reach_the_chat_template(tmp_path, name, variables, keeps, end):
     """Super trains with the thoughts of earlier turns left in."""
     save_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    source = shared_data / f"chat_templates/{template}.jinja"
-    tokenizer.chat_template = source.read_text(encoding="utf-8")
+    tokenizer.chat_template = template(name)
     row = {"responses_create_params": {"input": THOUGHTFUL}}
     prompt = tokenizer.decode(render(tokenizer, row, variables))
     assert ("one and one" in prompt) == keeps and prompt.endswith(end)
@@ -455,9 +455,9 @@ def real_rows(folder: Path, cfg, tmp_path: Path) -> list[dict]:
     return [rows[row["_line"] - 1] for row in good]
 
 
-def test_no_mutated_row_crashes_or_slips_through(cfg, tmp_path, shared_data):
+def test_no_mutated_row_crashes_or_slips_through(cfg, tmp_path):
     n, mutants, expected = random.Random(0), [], []
-    bases = real_rows(shared_data / "gym_rows", cfg, tmp_path)
+    bases = real_rows(HERE / "gym_rows", cfg, tmp_path)
     bases += spelling_rows(3 * len(bases))
     for _ in range(MUTANTS):
         kind, row = n.choices([spoilt, changed, unsure, None], [5, 2, 5, 1])[0], n.choice(bases)

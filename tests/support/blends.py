@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pyarrow as pa
-import pytest
 from pyarrow import parquet
 
 from prep.placeholders import DAPO_PREFIX, DAPO_SUFFIX
+from support.data import HERE
 from support.samples import asking
-from support.verifiers import DATA, gym_rows
+from support.verifiers import gym_rows, own_rows
 
 DAPO = "super_v3_lcsft_step1000_dapo17k"
 SKYWORK = "super_v3_lcsft_step1000_skyworks_no_omni"
@@ -44,13 +44,11 @@ def placeholders() -> list[dict]:
 
 
 def released() -> list[dict]:
-    """All rows of NeMo-Gym that lie beside the project, each with its agent; else it skips."""
+    """All rows of NeMo-Gym in tests/data, each with its agent, and ours."""
     rows = []
-    if not (DATA / "gym_rows").is_dir():
-        pytest.skip(f"{DATA}/gym_rows is not there: this needs the shared data beside the project")
-    for name in sorted(path.stem for path in (DATA / "gym_rows").glob("*.jsonl")):
+    for name in sorted(path.stem for path in (HERE / "gym_rows").glob("*.jsonl")):
         rows += [{"dataset": name} | row for row in gym_rows(name)]
-    return rows
+    return rows + [{"dataset": "own"} | row for row in own_rows()]
 
 
 def write_sources(folder: Path) -> Path:

@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
-from conftest import SHARED
-
 from rollout.episode import Request, Turn
 from rollout.response import Response
 from rollout.sampler import Sampler
 from settings.config import Sampling
+from support.data import template
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 LLAMA = ["<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"]
@@ -62,7 +61,7 @@ def real(name: str):
     """A tokenizer with the real chat template of that name."""
     special = SPECIAL.get(name, CHATML)
     eos = "<|eot_id|>" if name in SPECIAL else "<|im_end|>"
-    return make_tokenizer((SHARED / "chat_templates" / f"{name}.jinja").read_text(), special, eos)
+    return make_tokenizer(template(name), special, eos)
 
 
 def spell(tokenizer, text: str, dice: random.Random) -> list[int]:

@@ -7,17 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 from hypothesis import strategies as st
 
 from rollout.messages import last_question
 from rollout.response import Response
+from support.data import HERE, texts
 from support.tables import table
 
 # Agent, file and line of a row of it, blends that have the agent.
 AGENTS = table(Path(__file__).with_name("agents.txt"))["rows"]
 OWN = Path(__file__).with_name("own_rows.jsonl")
-DATA = Path(__file__).resolve().parents[3] / "shared/data"
 TEXT = st.text()
 # What a judge of all roles may reply, for a test in which no verdict matters.
 VERDICT = '{"score_1": 4, "score_2": 2, "ranking": 2} [[A=B]] [[NO]] FAIL Response harm: harmful'
@@ -51,18 +50,15 @@ class Known(NamedTuple):
     case: dict[str, Any]  # as the file has it
 
 
-def lines(folder: str, name: str) -> list[dict]:
-    """The lines of a shared data file; skips the test where there is none."""
-    path = OWN if name == "own" else DATA / folder / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"{path} is not there: this test needs the shared data beside the project")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def lines(folder: str, name: str, place: Path = HERE) -> list[dict]:
+    """The lines of a file in tests/data, or, if `place` is SHARED, those that only SHARED has."""
+    return [json.loads(line) for line in texts(f"{folder}/{name}.jsonl", place)]
 
 
-def known_answers(name: str, agent: str, least: int = 1) -> list[Known]:
+def known_answers(name: str, agent: str, least: int = 1, place: Path = HERE) -> list[Known]:
     """The known answers of an environment, calls included, of which there are some."""
     found = []
-    for case in lines("known_answers", name):
+    for case in lines("known_answers", name, place):
         row = {"agent_ref": {"name": agent}, "responses_create_params": {"input": "?"}}
         calls = [item for item in case.get("output", []) if item["type"] == "function_call"]
         response = Response(case["response"], tool_calls=calls)
@@ -72,27 +68,45 @@ def known_answers(name: str, agent: str, least: int = 1) -> list[Known]:
     return found
 
 
-def gym_rows(name: str, agent: str = "") -> list[dict]:
-    """NeMo-Gym's example rows of a file, of which there are some.
+def own_rows() -> list[dict]:
+    """Rows that we wrote for the agents whose rows are not published, or may not be passed on."""
+    return [json.loads(line) for line in OWN.read_text(encoding="utf-8").splitlines()]
 
-    Rows of a file that names no agent get the first one that the table has for it, or `agent`,
-    which the table must have for it.
+
+def gym_rows(name: str, agent: str = "", place: Path = HERE) -> list[dict]:
+    """NeMo-Gym's example rows of a file, of which there are some, each with an agent of the table.
+
+    That is `agent`; if it is empty, the row's own, else the first that the table has for the file.
     """
-    agents = [one for one, place, _ in AGENTS if place.partition(":")[0] == name]
-    assert (agent or agents[0]) in agents, f"agents.txt has {agents} for {name}"
+    agents = [one for one, source, _ in AGENTS if source.partition(":")[0] == name]
+    assert not agent or agent in {one for one, *_ in AGENTS}, f"agents.txt has no {agent}"
     given = {"agent_ref": {"type": "responses_api_agents", "name": agent or agents[0]}}
-    found = [given | row | (given if agent else {}) for row in lines("gym_rows", name)]
+    read = lines("gym_rows", name, place)
+    found = [given | row | (given if agent else {}) for row in read]
+    assert found
+    return found
+
+
+def rows_of(agent: str, name: str, place: Path) -> list[dict]:
+    """The rows that we wrote for an agent, or, if `place` is SHARED, NeMo-Gym's rows of a file.
+
+    `agent` may be the end of an agent's name.
+    """
+    if place != HERE:
+        return gym_rows(name, agent, place)
+    found = [row for row in own_rows() if row["agent_ref"]["name"].endswith(agent)]
     assert found
     return found
 
 
 def of_blend(blend: str) -> list[dict]:
-    """The real rows of a blend in the table, each under its agent."""
+    """The rows of a blend in the table, each under its agent."""
     found = []
-    for agent, place, blends in AGENTS:
+    for agent, source, blends in AGENTS:
         if blend in blends.split():
-            name, _, number = place.partition(":")
-            found.append(gym_rows(name, agent)[int(number) - 1])
+            name, _, number = source.partition(":")
+            row = (own_rows() if name == "own" else gym_rows(name))[int(number) - 1]
+            found.append(row | {"agent_ref": {"type": "responses_api_agents", "name": agent}})
     return found
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from envs import Reward
 from envs.coding import code
 from envs.sandbox import sandbox
+from support.data import HERE, SHARED, in_both
 from support.examples import tries
 from support.loop import at_once
 from support.tables import gives, refused
@@ -30,23 +31,29 @@ def judged(program: str, of: dict) -> Reward:
 
 
 @pytest.mark.slow
-def test_known_answers():
-    """All that have tests; three of NeMo-Gym's example rollouts come without their row's."""
+@pytest.mark.parametrize(
+    ("place", "names", "count"),
+    [(HERE, ("code_edge", "code_function", "code_gen_gym"), 67), (SHARED, ("code_function",), 77)],
+    ids=["here", "shared"],
+)
+def test_known_answers(place, names, count):
+    """Three of NeMo-Gym's example rollouts come without their row's tests, and are left out."""
     known = []
-    for name in ("code_edge", "code_function", "code_gen_gym"):
-        for answer in known_answers(name, "code_gen"):
+    for name in names:
+        for answer in known_answers(name, "code_gen", 1, place):
             tests = answer.row.get("unit_tests")
             of = answer.row if tests is None else {"verifier_metadata": {"unit_tests": tests}}
             known += [(of, answer)] if "unit_tests" in of.get("verifier_metadata", {}) else []
-    assert len(known) >= 144
+    assert len(known) == count
     rewards = at_once(code.verify(of, str(answer.response)) for of, answer in known)
     for (of, answer), reward in zip(known, rewards, strict=True):
         code.check(of)
         assert reward.value == answer.reward, (answer.case, reward)
 
 
-def test_real_rows():
-    for of in gym_rows("code_gen"):
+@in_both
+def test_real_rows(place):
+    for of in gym_rows("code_gen", place=place):
         code.check(of)
         assert asyncio.run(code.verify(of, "")).value == 0
         assert judged("print(input())", of).info["reason"] in ("wrong answer", "crashed")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from envs.following import structured_outputs as structured
 from envs.following.formats import typed
 from rollout.response import Response
+from support.data import in_both
 from support.examples import tries
 from support.loop import at_once
 from support.scripts import call
@@ -61,8 +62,9 @@ def filled(known: Known) -> dict:
     return row
 
 
-def test_known_answers():
-    for answer in known_answers("structured_outputs", "structured_outputs", least=20):
+@in_both
+def test_known_answers(place):
+    for answer in known_answers("structured_outputs", "structured_outputs", 2, place):
         row = filled(answer)
         structured.check(row)
         assert verify(row, answer.response) == answer.reward, answer.case
@@ -87,8 +89,9 @@ def example(schema: dict) -> object:
     return schema.get("minimum", 0) + 1 if exclusive else schema.get("minimum", 1)
 
 
-def test_real_rows():
-    for row in gym_rows("structured_outputs"):
+@in_both
+def test_real_rows(place):
+    for row in gym_rows("structured_outputs", place=place):
         structured.check(row)
         assert structured.needs(row) == ()
         assert verify(row, "") == verify(row, "I cannot do that.") == verify(row, "{}") == 0

@@ -14,9 +14,10 @@ from envs.llm_judged import inverse_if, multichallenge, safety
 from envs.maths import equivalence, math
 from envs.maths.same_answer import Rules
 from settings.environment_services import Services
+from support.data import HERE, in_both
 from support.judges import Judge, configured
 from support.tables import refused
-from support.verifiers import HOSTILE, gym_rows, known_answers, lines
+from support.verifiers import HOSTILE, gym_rows, known_answers, lines, rows_of
 
 
 @pytest.fixture
@@ -48,9 +49,10 @@ ROW |= {"responses_create_params": {"input": [{"role": "user", "content": "1 + 1
 ROW |= {"expected_answer": "2"}
 
 
-def test_known_answers_of_equivalence(asked):
+@in_both
+def test_known_answers_of_equivalence(asked, place):
     fields = {field.name for field in dataclasses.fields(Rules)}
-    for known in known_answers("equivalence_llm_judge", EQUIVALENCE, least=12):
+    for known in known_answers("equivalence_llm_judge", EQUIVALENCE, 5, place):
         given = known.case.get("config", {})
         rules = Rules(**{name: value for name, value in given.items() if name in fields})
         row = known.row
@@ -66,9 +68,14 @@ OPENQA = ["It is <final_answer>{}</final_answer>", "It is \\boxed{{{}}}", "So ((
 FORMS = {"equivalence_llm_judge": "It is {}", "openqa": "{}", "nl2bash": "Answer: ```sh\n{}\n```"}
 
 
+@in_both
 @pytest.mark.parametrize("name", FORMS)
-def test_real_rows_load_and_only_what_their_regex_finds_is_compared(asked, name):
-    for row in gym_rows(name):
+def test_rows_load_and_only_what_their_regex_finds_is_compared(asked, name, place):
+    agent = "nl2bash_simple_agent" if name == "nl2bash" else EQUIVALENCE
+    rows = rows_of(agent, name, place)
+    if place == HERE and name != "nl2bash":
+        rows = [row for row in rows if ("template_metadata" in row) == (name == "openqa")]
+    for row in rows:
         check_rows.check_row(row)
         gold = row["expected_answer"]
         judge = asked(general="[[A=B]]")["general"]
@@ -256,17 +263,19 @@ def test_a_policy_pays_the_product_of_its_checks(asked, policy):
 @pytest.mark.parametrize(
     ("label", "expected"), [("[[COMPLIED]]", 1), ("[[REFUSED]]", 0), ("", 0.5)]
 )
-def test_harmless_prompts_are_to_be_answered(asked, label, expected):
-    for row in gym_rows("over_refusal_detection"):
+@in_both
+def test_harmless_prompts_are_to_be_answered(asked, label, expected, place):
+    for row in rows_of("over_refusal_detection_simple_agent", "over_refusal_detection", place):
         check_rows.check_row(row)
         judge = asked(safety=f"Well. {label}")["safety"]
-        assert reward(safety.verify(row, "Use kill -9.")) == expected
+        assert reward(safety.verify(row, "Use a tripod.")) == expected
         assert row["safe_prompt"] in question(judge) and judge.asked[0]["temperature"] == 0
         assert reward(safety.verify(row, " ")) == 0
 
 
-def test_real_rows_of_jailbreaks_load():
-    for row in gym_rows("jailbreak_detection"):
+@in_both
+def test_rows_of_jailbreaks_load(place):
+    for row in rows_of("jailbreak_detection_simple_agent", "jailbreak_detection", place):
         check_rows.check_row(row)
         assert [need.name for need in safety.needs(row)] == ["judges.safety"]
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from support.data import HERE
 from support.program import ROOT, ran
 
 OPENS = """
@@ -21,9 +22,9 @@ print(len(known), opened[1:])
 
 
 @pytest.mark.slow
-def test_a_check_opens_no_file(shared_data):
+def test_a_check_opens_no_file():
     """One that cannot be opened for a moment would make a right answer unequal."""
-    known = shared_data / "known_answers/math.jsonl"
+    known = HERE / "known_answers/math.jsonl"
     command = [sys.executable, "-c", OPENS, str(known)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "108 []\n", done.stdout + done.stderr

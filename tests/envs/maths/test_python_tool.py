@@ -17,12 +17,13 @@ from envs.sandbox import programs, sandbox, sessions
 from envs.sandbox.sandbox import Limits
 from envs.sandbox.sessions import Host, Session
 from settings.environment_services import Services
+from support.data import in_both
 from support.hostile_programs import ESCAPES, OUT
 from support.loop import at_once
 from support.scripts import Script, calling
 from support.skills import Handler, as_sandbox
 from support.tables import refused
-from support.verifiers import HOSTILE, gym_rows
+from support.verifiers import HOSTILE, rows_of
 
 contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
 QUICK = Limits(seconds=1.0, memory=1 << 30, output=1000, processes=32, disk=16 << 20)
@@ -385,8 +386,9 @@ def test_many_episodes_at_once():
     assert len(left) <= 3, "bubblewrap, and the process that makes sessions"
 
 
-def test_real_rows_load_and_are_judged_as_mathematics():
-    for row in gym_rows("ns_tools"):
+@in_both
+def test_rows_load_and_are_judged_as_mathematics(place):
+    for row in rows_of("ns_tools_simple_agent", "ns_tools", place):
         python_tool.check(row)
         assert {need.name for need in python_tool.needs(row)} >= {"sandbox", "tool_parser"}
         gold = f"\\boxed{{{row['expected_answer']}}}"

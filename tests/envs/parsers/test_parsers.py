@@ -26,8 +26,9 @@ from settings.config import Sampling
 from settings.environment_services import Services
 from support.calls import TOOLS, answer, broken
 from support.chats import Scripted
+from support.data import template
 from support.examples import tries
-from support.verifiers import DATA, HOSTILE
+from support.verifiers import HOSTILE
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +130,7 @@ def test_any_text_has_one_flaw_or_none_in_every_form(text):
         assert flaw(text, form, parsed=0) in answer_markup.FLAWS
 
 
-@pytest.mark.parametrize(("template", "reasoning", "tool"), [
+@pytest.mark.parametrize(("name", "reasoning", "tool"), [
     ("nemotron_3_nano", "nemotron_v3", "qwen3_coder"),
     ("nemotron_3_super", "nemotron_v3", "qwen3_coder"),
     ("nemotron_3_ultra", "nemotron_v3", "qwen3_coder"),
@@ -138,18 +139,15 @@ def test_any_text_has_one_flaw_or_none_in_every_form(text):
     ("qwen2_5", "", "hermes"),
     ("llama3_1", "", "llama3_json"),
 ])  # fmt: skip
-def test_what_a_models_template_writes_passes(tokenizers, template, reasoning, tool):
+def test_what_a_models_template_writes_passes(tokenizers, name, reasoning, tool):
     """The answer is what the template adds for it to a conversation."""
-    path = DATA / "chat_templates" / f"{template}.jinja"
-    if not path.exists():
-        pytest.skip(f"{path} is not there: the templates of the models are beside the project")
     folder = tokenizers["llama" if tool == "llama3_json" else "tags"]
     parse = parsers.make_parse(reasoning, tool, folder)
     tokenizer = load_tokenizer(folder)
     question = [{"role": "user", "content": "Do it."}]
-    rng = random.Random(template)
+    rng = random.Random(name)
 
-    usual = {"tools": TOOLS, "tokenize": False, "chat_template": path.read_text()}
+    usual = {"tools": TOOLS, "tokenize": False, "chat_template": template(name)}
 
     def write(messages: list) -> str:
         return tokenizer.apply_chat_template(messages, **usual)

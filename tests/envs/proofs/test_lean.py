@@ -22,6 +22,7 @@ from envs.proofs import lean, lean_runs, lean_source
 from envs.proofs.lean_source import code_block, code_of, proof_of
 from envs.sandbox import sandbox
 from settings.environment_services import Services
+from support.data import in_both
 from support.examples import tries
 from support.skills import Handler, as_sandbox
 from support.tables import refused
@@ -55,10 +56,11 @@ def block(proof: str) -> str:
     return f"```lean4\n{proof}\n```"
 
 
-@pytest.mark.parametrize(("name", "count"), [("lean_minif2f", 39), ("math_formal_lean", 11)])
-def test_known_answers(name, count, stand_in, monkeypatch):
+@in_both
+@pytest.mark.parametrize("name", ["lean_minif2f", "math_formal_lean"])
+def test_known_answers(name, place, stand_in, monkeypatch):
     monkeypatch.setattr(lean_runs, "LIMITS", lean_runs.LIMITS._replace(seconds=2))
-    for row, response, expected, case in known_answers(name, AGENT, least=count):
+    for row, response, expected, case in known_answers(name, AGENT, 3, place):
         predicted = case["metadata"].get("predicted_proof")
         if predicted:
             row["header"], theorem, rest = predicted.partition("theorem")
@@ -105,8 +107,9 @@ def status(process_status: str, stdout: str, stderr: str) -> str:
     return {"failed": process_status, "sorry": "has_sorry", "": "completed"}.get(reason, reason)
 
 
-def test_real_rows(stand_in):
-    for row in gym_rows("math_formal_lean", AGENT):
+@in_both
+def test_real_rows(stand_in, place):
+    for row in gym_rows("math_formal_lean", AGENT, place):
         assert verdict("", row).value == verdict("<think>trivial", row).value == 0
         statement = row["formal_statement"]
         assert verdict(block(statement + "  nlinarith"), row).value == 1  # the stand-in says so

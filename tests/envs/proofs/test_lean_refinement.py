@@ -20,6 +20,7 @@ from envs.sandbox.sandbox import Ran
 from envs.services import CheckerError
 from rollout.chat import NoRoom
 from rollout.response import Response
+from support.data import in_both
 from support.examples import tries
 from support.scripts import Full, Script
 from support.verifiers import HOSTILE, gym_rows, lines
@@ -87,8 +88,9 @@ def test_what_lean_says_is_cut():
     assert feedback(Ran("", "\n", 1, "", 0.0), "x") == lean_feedback.SILENT
 
 
-def test_real_rows():
-    for row in gym_rows("math_formal_lean", lean_refinement.AGENTS[0]):
+@in_both
+def test_real_rows(place):
+    for row in gym_rows("math_formal_lean", lean_refinement.AGENTS[0], place):
         check_row(row)
         assert environment(row["agent_ref"]["name"]) is lean_refinement and lean_refinement.needs(
             row

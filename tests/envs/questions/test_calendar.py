@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.questions import calendar
+from support.data import in_both
 from support.examples import tries
 from support.tables import refused
 from support.verifiers import HOSTILE, gym_rows, known_answers, lines
@@ -52,8 +53,9 @@ def test_known_functions():
         assert functions[case["fn"]](**case["args"]) == expected, case
 
 
-def test_real_rows():
-    for row in gym_rows("calendar"):
+@in_both
+def test_real_rows(place):
+    for row in gym_rows("calendar", place=place):
         calendar.check(row)
         assert reward("", row) == reward("I cannot do that.", row) == 0
         last = [m for m in row["responses_create_params"]["input"] if m["role"] == "assistant"]

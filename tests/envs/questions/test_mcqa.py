@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.questions import letters, mcqa
+from support.data import in_both
 from support.examples import tries
 from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, known_answers
@@ -37,8 +38,9 @@ def test_known_answers():
         assert reward(response, of) == expected, case
 
 
-def test_real_rows():
-    for of in gym_rows("mcqa") + gym_rows("mcqa_regex"):
+@in_both
+def test_real_rows(place):
+    for of in gym_rows("mcqa", place=place) + gym_rows("mcqa_regex", place=place):
         mcqa.check(of)
         answer = of["expected_answer"]
         other = "A" if answer != "A" else "B"

@@ -26,6 +26,7 @@ from settings.config import Sampling
 from settings.environment_services import Services
 from support.box_images import left, present
 from support.chats import Reader, Scripted, real, spell
+from support.data import in_both
 from support.repairs import calling, solving
 from support.scripts import Full, Script
 from support.verifiers import gym_rows, replaced
@@ -94,8 +95,9 @@ def test_a_bad_row_is_refused(row, path, value, message):
         check_replaced(row, path, value)
 
 
-def test_rows_of_nemo_gym_are_answered_with_their_conversion(shared_data):
-    for released in gym_rows("swe_agents", "swe_agents_train"):
+@in_both
+def test_rows_of_nemo_gym_are_answered_with_their_conversion(place):
+    for released in gym_rows("swe_agents", "swe_agents_train", place):
         with pytest.raises(ValueError, match="instance_id is missing.*data_prep.py swe.* metadata"):
             check_row(released)
 

@@ -28,6 +28,7 @@ from envs.swe import swe_patch
 from envs.swe.edits import EditError, edited, edits
 from envs.swe.test_logs import passed
 from settings.environment_services import Services
+from support.data import HERE, in_both
 from support.examples import tries
 from support.tables import gives, refused
 from support.verifiers import HOSTILE, gym_rows, replaced
@@ -301,10 +302,11 @@ def test_what_is_missing_is_named_at_the_start(own, message, monkeypatch):
     assert message in image_names.NEED.problem()
 
 
-def test_real_rows(tmp_path):
+@in_both
+def test_real_rows(tmp_path, place):
     """The patch of each row, written as edits, gives the files that git makes of it."""
-    rows = gym_rows("swerl_gen")
-    assert {row["mode"] for row in rows} == {"eval", "repro-gen"}
+    rows = gym_rows("swerl_gen", place=place)
+    assert {row["mode"] for row in rows} == ({"eval"} if place == HERE else {"eval", "repro-gen"})
     for row in rows:
         swe_patch.check(row)
         contents = json.loads(row["metadata"]["relevant_file_contents"])

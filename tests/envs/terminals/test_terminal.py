@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from envs import Reward
 from envs.terminals import harnesses, terminal, terminus
 from rollout.response import Response
+from support.data import HERE, in_both
 from support.examples import tries
 from support.loop import at_once
 from support.tables import refused, table
-from support.verifiers import HOSTILE, gym_rows, known_answers, lines
+from support.verifiers import HOSTILE, known_answers, lines, rows_of
 
 KEYS = [{"keystrokes": "ls -la /srv/project\n", "duration": 0.1}, {"keystrokes": "pwd\n"}]
 ANSWER = {"analysis": "a", "plan": "b", "commands": KEYS, "task_complete": False}
@@ -34,17 +35,19 @@ def called(arguments: dict | str, name: str = "bash") -> dict:
     return {"type": "function_call", "name": name, "arguments": text}
 
 
-def test_known_answers():
+@in_both
+def test_known_answers(place):
     """All but three that a judge decides, and one whose server compared no commands."""
     other = []
     for name in ("terminus_judge", "terminal_multi_harness"):
-        for of, response, reward, case in known_answers(name, name):
+        for of, response, reward, case in known_answers(name, name, 1, place):
             config = case.get("config") or {}
             if "string_similarity_threshold" in config:
                 of["threshold"] = config["string_similarity_threshold"]
             if judged(response, of).value != reward:
                 other.append((bool(case.get("judge_outputs")), config["enable_string_similarity"]))
-    assert sorted(other) == [(False, False), (True, False), (True, True), (True, True)]
+    expected = [(False, False), (True, False), (True, True), (True, True)]
+    assert sorted(other) == (expected if place == HERE else [])
 
 
 def test_known_comparisons_of_calls():
@@ -72,9 +75,10 @@ def test_known_likeness():
             assert found == pytest.approx(case["expected"])
 
 
-def test_real_rows():
+@in_both
+def test_rows(place):
     for name in ("terminal_pivot", "terminus_judge"):
-        for of in gym_rows(name):
+        for of in rows_of(f"{name}_simple_agent", name, place):
             terminal.check(of)
             assert judged(of["expected_answer"], of).value == 1
             assert judged(f"<think>so</think>\n{of['expected_answer']}", of).value == 1

@@ -258,7 +258,7 @@ def test_a_task_is_solved_in_several_answers():
     assert seen[2] == terminal_use.NO_FORM and "~/data$" in seen[3] and len(made.turns) == 4
 
 
-def test_an_episode_is_one_sequence(shared_data):
+def test_an_episode_is_one_sequence():
     """On a real chat template, by a real sampler."""
     tokenizer = real("qwen3")
     sampler, _ = talker(tokenizer, [typing("ls data\n"), typing(SOLVE, done=True)], limit=1 << 16)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from envs.tools import tool_choice
 from envs.tools.calls import matching, same
 from rollout.response import Response
+from support.data import in_both
 from support.examples import tries
 from support.scripts import call
 from support.tables import gives, refused
-from support.verifiers import HOSTILE, gym_rows, json_values, known_answers, lines
+from support.verifiers import HOSTILE, json_values, known_answers, lines, rows_of
 
 AGENT = "single_step_tool_use_with_argument_comparison_agent"
 GOLD = {"user": "GROOM2024", "count": 75, "price": 9.5, "seats": ["A1", "A2"], "notify": True}
@@ -39,8 +40,9 @@ ROW = row(call("book", GOLD))
 MESSAGE = row({"type": "message", "content": "Which seats?"})
 
 
-def test_known_answers():
-    for answer in known_answers("single_step_tool_use", AGENT, least=8):
+@in_both
+def test_known_answers(place):
+    for answer in known_answers("single_step_tool_use", AGENT, 4, place):
         judged = answer.row | answer.case.get("config", {})
         tool_choice.check(judged)
         assert tool_choice.verify(judged, answer.response).value == answer.reward, answer.case
@@ -61,8 +63,9 @@ def test_known_functions():
         assert reward(judged, *calls, text=text) == case["expected"]["reward"], case
 
 
-def test_real_rows():
-    for judged in gym_rows("single_step_tool_use_with_argument_comparison"):
+@in_both
+def test_rows(place):
+    for judged in rows_of(AGENT, "single_step_tool_use_with_argument_comparison", place):
         tool_choice.check(judged)
         assert [need.name for need in tool_choice.needs(judged)] == ["tool_parser"]
         action = judged["expected_action"]

@@ -15,11 +15,11 @@ from envs.workplace.office import FILES, Office
 from envs.workplace.office_tools import TOOLS, WRITES
 from rollout.response import Response
 from settings.environment_services import Services
+from support.data import HERE, SHARED, shared
 from support.scripts import Script, calling
 from support.tables import gives, refused
-from support.verifiers import DATA, HOSTILE, gym_rows, json_values, known_answers
+from support.verifiers import HOSTILE, gym_rows, json_values, known_answers
 
-TABLES = DATA / "workplace_csv"
 # The tables of a small office, as NeMo-Gym writes them.
 SMALL = {
     "emails": """\
@@ -59,11 +59,12 @@ def tables(tmp_path, monkeypatch):
     monkeypatch.setattr(services, "_current", [Services(workplace=str(tmp_path))])
 
 
-@pytest.fixture
-def real(monkeypatch):
-    if not TABLES.exists():
-        pytest.skip(f"{TABLES} is not there: this test needs the shared data beside the project")
-    monkeypatch.setattr(services, "_current", [Services(workplace=str(TABLES))])
+@pytest.fixture(params=[HERE, SHARED], ids=["here", "shared"])
+def real(request, monkeypatch):
+    """Where NeMo-Gym's tables lie: the rows that tests ask for and a few more, or all rows."""
+    folder = HERE / "workplace_csv" if request.param == HERE else shared("workplace_csv")
+    monkeypatch.setattr(services, "_current", [Services(workplace=str(folder))])
+    return request.param
 
 
 def call(name: str, /, **given: object) -> dict:
@@ -99,7 +100,7 @@ def test_known_answers(real):
 
 
 def test_real_rows_pay_what_they_ask_for(real):
-    for of in gym_rows("workplace_assistant"):
+    for of in gym_rows("workplace_assistant", place=real):
         workplace.check(of)
         wanted = of["ground_truth"]
         assert judged(wanted, wanted).value == 1 and judged(wanted[:-1], wanted).value == 0
@@ -108,7 +109,8 @@ def test_real_rows_pay_what_they_ask_for(real):
 
 
 def test_the_tools_are_those_of_the_schemas(real):
-    schemas = json.loads((TABLES / "tool_schemas.json").read_text())
+    (of,) = gym_rows("workplace_assistant")
+    schemas = of["responses_create_params"]["tools"]
     assert {schema["name"] for schema in schemas} == TOOLS.keys() and len(WRITES) == 14
     for schema in schemas:
         given = dict.fromkeys(schema["parameters"]["properties"], "2023-12-01")
