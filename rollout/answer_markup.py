@@ -1,4 +1,4 @@
-"""Finds thoughts and tool calls in an answer's text, and checks that their markup is complete."""
+"""Finds reasoning and tool calls in an answer's text, and checks that their markup is complete."""
 
 import json
 import re
@@ -111,8 +111,8 @@ ANY = tagged(lambda body: count_hermes(body) or count_xml(body))
 def split(text: str, marks: tuple[str, str] = THINK) -> Parts:
     """Splits an answer at the first `</think>`: reasoning before it, content after it.
 
-    Text that opens a thought and never closes it is all reasoning. Text without think tags is all
-    content. `marks` are the two tags.
+    Text that opens with `<think>` and never closes it is all reasoning. Text without think tags is
+    all content. `marks` are the two tags.
     """
     opening, closing = marks
     before, closed, content = text.partition(closing)
@@ -131,8 +131,8 @@ def flaw(
 
     "tool_call": the content has tool-call tags outside complete calls, or a number of calls other
     than `parsed`, because a parser may repair or drop a call. "thinking": a think tag is in the
-    content outside calls, or a second `<think>` is in the reasoning. A thought that was cut off is
-    not a flaw, and nothing inside a thought is a tool call.
+    content outside calls, or a second `<think>` is in the reasoning. Reasoning that was cut
+    off is not a flaw, and nothing inside the reasoning is a tool call.
     """
     parts = split(text, marks)
     calls = form.read(parts.content)

@@ -3,7 +3,7 @@
     prompt ids + sampled ids + the ids of the text that the chat template writes after that answer
 
 To find that text, the conversation is rendered with a word in place of the answer. So neither the
-content of earlier turns nor how the template shows them matters: thoughts that it drops stay in
+content of earlier turns nor how the template shows them matters: reasoning that it drops stays in
 the prompt. NeMo-RL's prefix rule (models/generation/openai_server_utils.py) has the same outcome.
 That rule instead counts the tokens that end messages, and an answer may contain such tokens.
 """

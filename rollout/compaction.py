@@ -19,7 +19,7 @@ own: it is added to the last message of the row's prompt, or becomes a user mess
 message is not the user's. The tokenizer's special tokens are removed from the summary, so it cannot
 end that message.
 
-If a summary is cut off or empty, or the new prompt has no room, `NoRoom` is raised and the episode
+If a summary is cut off or empty, or the new prompt does not fit, `NoRoom` is raised and the episode
 ends as it does at the end of the window; the summary is trained on as its last turn. If the request
 leaves no room for half a summary, or the chat template refuses the request, or the row's N
 summaries are used up, the episode ends with the window.

@@ -195,7 +195,7 @@ class DraftBook:
             self.forget(slot, line)
 
     def forget(self, slot: Any, line: int) -> None:
-        """Drops the drafts of a group that is done or given up."""
+        """Drops the drafts of a group that is done or was abandoned."""
         self.groups.pop((slot, line), None)
 
 

@@ -289,7 +289,7 @@ class Episode:
 
     turns: list[Turn]
     reward: Reward
-    masked: bool = False  # True: counts in the baseline, but is not trained on
+    masked: bool = False  # True: counts toward the baseline, but is not trained on
 
     def samples(self, row: dict) -> list[Sample]:
         """Returns the token sequences of this episode, with environment, data set and score."""

@@ -25,8 +25,8 @@ def template_variables(row: dict) -> dict[str, Any]:
 def chat(items: list[dict] | str) -> list[dict]:
     """Converts a row's items to the messages that a chat template takes.
 
-    The assistant's thought, text and calls in one turn become one message, as in NeMo-Gym's
-    VLLMConverter (responses_api_models/vllm_model/app.py). The thought is `reasoning_content`,
+    The assistant's reasoning, text and calls in one turn become one message, as in NeMo-Gym's
+    VLLMConverter (responses_api_models/vllm_model/app.py). The reasoning is `reasoning_content`,
     which templates write in their own way, or leave out; arguments are objects.
     """
     if isinstance(items, str):

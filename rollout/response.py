@@ -4,14 +4,14 @@ from rollout.answer_markup import flaw, split
 
 
 class Response(str):
-    """The text of one answer, thought and markup included, with the parts parsed from it.
+    """The text of one answer, reasoning and markup included, with the parts parsed from it.
 
-    vLLM's parsers read it once. Without services.reasoning_parser, the thought is the text in
+    vLLM's parsers read it once. Without services.reasoning_parser, the reasoning is the text in
     `<think>` tags; without services.tool_parser, calls are not read.
     """
 
-    reasoning: str  # the thought, or ""
-    content: str  # the text without thought and calls
+    reasoning: str  # "" if there is none
+    content: str  # the text without reasoning and calls
     tool_calls: list[dict[str, str]]  # {"type": "function_call", "name", "arguments": JSON text}
     malformed: str  # one of rollout.answer_markup.FLAWS: "tool_call", "thinking" or ""
 
@@ -35,7 +35,7 @@ class Response(str):
     def of(cls, text: str) -> "Response":
         """Reads text without a parser; returns a Response unchanged.
 
-        A thought that never ends is content.
+        Reasoning that never ends is content.
         """
         if isinstance(text, Response):
             return text

@@ -34,7 +34,7 @@ class GroupSamplers(NamedTuple):
 
 
 class Samplers:
-    """Makes groups' samplers from the tokenizer and the run's sampling and seed."""
+    """Creates groups' samplers from the tokenizer and the run's sampling and seed."""
 
     def __init__(self, cfg: "RunSettings") -> None:
         limits = services.Limits(cfg.timeouts.rollout, cfg.rollout_workers)
@@ -186,8 +186,8 @@ def sampling_of(row: dict, sampling: "Sampling") -> "Sampling":
 def answer_text(tokenizer: "PreTrainedTokenizerBase", turn: Turn) -> str:
     """Decodes an answer without its end and padding tokens; every other token is kept.
 
-    Some tokenizers declare `</think>` special, so skip_special_tokens would join thought and
-    answer.
+    Some tokenizers declare `</think>` special, so skip_special_tokens would join
+    reasoning and answer.
     """
     ids = turn.token_ids
     # A model's generation_config.json may name more stop tokens than the tokenizer's EOS.

@@ -1,10 +1,10 @@
 """Finds the flaws that cost an episode all of its reward, by their names in a configuration.
 
-    reasoning_is_answer   the answer of a turn repeats its thought word for word
+    reasoning_is_answer   the answer of a turn repeats its reasoning word for word
     empty_answer          the last turn has neither text nor a call
     inner_eos             one of the model's end tokens is within a turn, or ends it instead of
                           the tokenizer's own: Nemotron ends with <|im_end|>, never with </s>
-    think_tags            a turn does not open and close one thought, with the tokens made for that
+    think_tags            a turn does not open and close its reasoning once, with the tokens for it
 
 NeMo-RL has these flaws in apply_reward_penalties (experience/rollouts.py, branch ultra-v3), and
 sets the rewards to 0 after the rule for low effort has shaped them, in evaluations as well. It also
@@ -39,7 +39,7 @@ def mark(episode: "Episode", names: Iterable[str], tokenizer: "PreTrainedTokeniz
 
 
 def repeats_its_reasoning(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Returns whether a turn's answer is its thought, white space around both ignored."""
+    """Returns whether a turn's answer is its reasoning, ignoring white space around both."""
     for turn in turns:
         answer = turn.judged
         reasoning = answer.reasoning.strip()
@@ -94,9 +94,9 @@ def tag_counts(turn: "Turn") -> tuple[int, ...]:
 def expected_counts(turn: "Turn", tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int, ...]]:
     """Returns the counts of think tags that a turn may have.
 
-    A turn closes the thought that its prompt opened, and opens no other. It has no tag if the
-    prompt has closed the thought, as with reasoning off. If the prompt does neither, the turn may
-    open a thought itself.
+    A turn closes the reasoning that its prompt opened, and opens no other. It has no tag if the
+    prompt has closed the reasoning, as with reasoning off. If the prompt does neither, the turn may
+    open its reasoning itself.
     """
     if turn.opening:
         return [(0, 1)]
