@@ -7,7 +7,7 @@ blends), and what it does with a row:
     multi-turn   async rollout(row, sampler) -> Episode, in place of verify
     comparison   async score_group(rows, responses) -> list of Rewards, alone or after either
 
-`response` is a `str` that also holds the thought and calls parsed from it (rollout/response.py).
+`response` is a `str` that also holds the reasoning and calls parsed from it (rollout/response.py).
 
 An optional `check(row)` raises ValueError for a row it could not judge. An optional `needs(row)`
 returns the row's Needs (envs/services.py), such as `judge.need("general")`, or strings

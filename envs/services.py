@@ -45,7 +45,7 @@ class Need:
 
 
 class Limits(NamedTuple):
-    """Limits for this process's use of servers."""
+    """Limits on this process's use of servers."""
 
     seconds: float = 3600.0  # seconds that a call may take
     processes: int = 1  # processes that share a server's concurrency

@@ -44,7 +44,7 @@ HOST = Path(__file__).with_name("box_host.sh").read_text(encoding="utf-8")
 START = 60.0  # seconds for a box to start, or for a killed command to end
 FILE_SECONDS = 60.0  # seconds to copy a file in or out
 READY = b"ready\n"
-# Makes a box's namespaces; the command after it runs as their first process.
+# Creates a box's namespaces; the command after it runs as their first process.
 OWN = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc")
 # Shared memory lies in the layer, whose size bounds both. /mnt/image holds the original image, with
 # folders for the mounts of `aside`. sandbox.LAYER has set the working folder.
@@ -148,7 +148,7 @@ class Box:
         return ran._replace(output=output.text())
 
     async def put(self, path: str, content: bytes) -> None:
-        """Writes a file, and makes its folders. Raises ValueError if that is impossible."""
+        """Writes a file, creating its parent folders. Raises ValueError if that is impossible."""
         if not _is_path(path):
             raise ValueError(f"{path!r}: expected an absolute path")
         output = Output(1000)
@@ -202,7 +202,8 @@ class Box:
             if ran.code == 0:
                 return
         why = os.pread(errors, 1000, 0).decode("utf-8", "replace") + output.text()
-        raise CheckerError(f"no box from the image {self.image}: {' '.join(why.split()) or said!r}")
+        reason = " ".join(why.split()) or repr(said)
+        raise CheckerError(f"cannot start a box from the image {self.image}: {reason}")
 
     async def _placed(
         self,

@@ -44,8 +44,8 @@ _noted: list[str] = []  # why images are read in place, once that has been logge
 async def near(image: Path) -> AsyncIterator[Path]:
     """Yields this node's copy of a .sif, which stays until the block ends, or the image itself.
 
-    Yields the image if no copy can be made, for example on a full disk. Raises CheckerError if the
-    image differs from its digest.
+    Yields the image if no copy can be created, for example on a full disk. Raises CheckerError if
+    the image differs from its digest.
     """
     folder = os.environ.get(FOLDER)
     if not folder or image.is_dir():
@@ -68,13 +68,13 @@ async def near(image: Path) -> AsyncIterator[Path]:
 
 
 def _give_up(making: asyncio.Future[BinaryIO]) -> None:
-    """Closes a copy that was made too late to be used."""
+    """Closes a copy that was completed too late to be used."""
     if not making.cancelled() and not making.exception():
         making.result().close()
 
 
 def copy_of(image: Path, folder: Path) -> BinaryIO:
-    """Returns an image's copy, locked while it is open. Raises OSError if none can be made.
+    """Returns an image's copy, locked while it is open. Raises OSError if none can be created.
 
     Raises CheckerError if the image differs from its digest.
     """
@@ -95,7 +95,7 @@ def copy_of(image: Path, folder: Path) -> BinaryIO:
                 _write(image, digest, new, whole)
         else:
             time.sleep(LOOK)
-    raise TimeoutError(errno.ETIMEDOUT, f"no copy of {image} was made in {COPY:g} s")
+    raise TimeoutError(errno.ETIMEDOUT, f"no copy of {image} was completed in {COPY:g} s")
 
 
 def _opened(path: Path, lock: int) -> BinaryIO | None:
@@ -119,7 +119,7 @@ def _write(image: Path, digest: str, lock: BinaryIO, whole: Path) -> None:
     """Copies an image to the locked file, and renames that to `whole`. Raises OSError."""
     partial = Path(lock.name)
     try:
-        if whole.exists():  # another process has made it in the meantime
+        if whole.exists():  # another process has created it in the meantime
             return
         with open(image, "rb") as source, open(partial, "wb") as target:
             size = os.fstat(source.fileno()).st_size

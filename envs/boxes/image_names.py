@@ -40,7 +40,7 @@ def problem() -> str:
     sandbox = f", services.sandbox = {own.sandbox!r}" if own.images else ""
     return (
         f"services.images = {own.images!r}{sandbox}, expected services.sandbox = 'bubblewrap', "
-        "and a folder of unpacked images, which `bash launch/images.sh ROWS FOLDER` makes"
+        "and a folder of unpacked images, which `bash launch/images.sh ROWS FOLDER` creates"
     )
 
 

@@ -148,7 +148,7 @@ def problem() -> str:
     if not images or not os.path.isdir(images):
         return (
             f"services.images = {images!r}, "
-            "expected a folder of images, which `bash launch/images.sh ROWS FOLDER` makes"
+            "expected a folder of images, which `bash launch/images.sh ROWS FOLDER` creates"
         )
     if not any(Path(images).glob("*.sif")):
         return f"root cannot open folders: {WHY_NOT}" if root_is_refused() else ""

@@ -15,7 +15,7 @@ rdkit comes with `bash launch/setup.sh chemistry`, and only rows with the tool n
 services.sandbox is "http", the service's Python must have it.
 
 Deliberate deviations. An infinite number is a wrong answer, and a row whose expected answer is not
-a finite number is refused: in NeMo-Gym, both make the request fail. A thought that does not end
+a finite number is refused: in NeMo-Gym, both make the request fail. Reasoning that does not end
 does not count as text.
 Known leaks: hedges, because only the last number in the format counts ("((not 4))", "((3 or 4))"),
 whatever it is part of ("((C4))", "((9/4))", "((10^4))", "((4 kg))"). Rounding accepts 3.6 as 4. If

@@ -2,9 +2,9 @@ r"""Programming problems: 1.0 if a Python program passes all tests, else 0.0.
 
 Row: `verifier_metadata.unit_tests` with `inputs`, `outputs` (strings, equally many) and `fn_name`:
 null for programs that read stdin and write stdout, else the function, or the method of `Solution`,
-that is called with an input's lines as JSON values. Judged: after the thought, the text between the
-last two lines with three backticks, as in NeMo-Gym's resources_servers/code_gen. Tests run in turn
-until one fails, each in a process of its own in the sandbox, for at most 10 s.
+that is called with an input's lines as JSON values. Judged: after the reasoning, the text between
+the last two lines with three backticks, as in NeMo-Gym's resources_servers/code_gen. Tests run in
+turn until one fails, each in a process of its own in the sandbox, for at most 10 s.
 
 stdout is right if its lines match, apart from white space around them; numbers may be written in
 another form (4.0, 1e3). A returned value is right if it equals the output as a JSON value, with

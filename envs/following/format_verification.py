@@ -5,7 +5,7 @@ Row: `verifier`, an object with `type`:
                           `patterns` is one of these markers
     regex, inline_prose   one of the regexes `verify_regex` matches somewhere in
                           at least `verify_min_matches` lines (1), each of which counts once
-Judged: the text after the thought, as in NeMo-Gym's resources_servers/format_verification.
+Judged: the text after the reasoning, as in NeMo-Gym's resources_servers/format_verification.
 
 Deliberate deviations: an answer that is empty or cut off earns 0, even if nothing is expected in
 it. A row that rewards any answer, or none, is refused: one without patterns and markers, with a

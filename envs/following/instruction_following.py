@@ -2,8 +2,8 @@
 
 Row, at the top level or in `verifier_metadata`, which takes precedence: `instruction_id_list`;
 `kwargs`, an object or null for each of them; `grading_mode`: "binary" (1 if all are followed, the
-default) or "fraction" (the share followed). Judged: the text after the thought, by the 54 rules of
-envs/following/instructions.py, as in NeMo-Gym's resources_servers/instruction_following. A rule
+default) or "fraction" (the share followed). Judged: the text after the reasoning, by the 54 rules
+of envs/following/instructions.py, as in NeMo-Gym's resources_servers/instruction_following. A rule
 that cannot be applied is not followed.
 
 Deliberate deviations: an answer without text follows nothing, as in IFEval's strict mode; a row

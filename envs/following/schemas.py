@@ -1,4 +1,4 @@
-"""Checks JSON schemas of draft 2020-12, and makes validators for data."""
+"""Checks JSON schemas of draft 2020-12, and creates validators for data."""
 
 import functools
 import json

@@ -3,7 +3,7 @@
 Row: `schema_str`, the schema as JSON text; `schema_type`: json (default), yaml, xml, toml or csv;
 `response_mode`: "text" (default), or "tool_call" with `tool_name` and `tool_payload_key`, both
 optional; `xml_coerce_types` (default true). Judged as in NeMo-Gym's
-resources_servers/structured_outputs. The whole text after the thought must parse: in a code fence
+resources_servers/structured_outputs. The whole text after the reasoning must parse: in a code fence
 it earns 0. In the mode "tool_call" there must be one call, with that name; its arguments are
 judged, or the value under that key. The schema is tightened first: an object has all `properties`
 that the schema names, and no others. Schemas in lists, such as anyOf's, stay as they are, and

@@ -119,7 +119,7 @@ async def ask(
     """Asks a judge, and returns the verdict that `read` finds in its reply; None if `tries` fail.
 
     Chat-template control tokens in the messages get a space (envs/judge/prompts.py). `read`
-    gets the text after the judge's thought. `sampling` holds chat-completion parameters
+    gets the text after the judge's reasoning. `sampling` holds chat-completion parameters
     (temperature, top_p, max_tokens); services.judges[name]["sampling"] overrides them. A reply that
     was cut off has no verdict, and a conversation that is longer than the judge's context gets
     none. Raises Away, and CheckerError if the judge refuses any other request, or if UNREAD
@@ -163,7 +163,7 @@ class Server:
         self.asking = asyncio.Lock()
 
     async def complete(self, body: Mapping[str, Json], seconds: float) -> str:
-        """Returns the model's answer, without its thought. Raises Failed and CheckerError."""
+        """Returns the model's answer, without its reasoning. Raises Failed and CheckerError."""
         if not body["model"] and not self.model:
             await self.lives()
         body = {**body, "model": body["model"] or self.model}
@@ -251,7 +251,7 @@ def refusal(received: str, characters: int) -> CheckerError:
 
 
 def said(url: str, completion: Completion) -> str:
-    """Returns a chat completion's text after the thought; "" if it was cut off.
+    """Returns a chat completion's text after the reasoning; "" if it was cut off.
 
     Raises Failed if it is not a chat completion, or the server has aborted it.
     """

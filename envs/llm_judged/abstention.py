@@ -2,7 +2,7 @@ r"""Questions that may be left open: 1.0 for a right answer, 0.5 for none, 0.0 f
 
 Row: `answer`, the reference; `question`, else the last one in the row's input; `abstention_reward`,
 the reward for abstaining, between 0 and 1 (0.5). Judged, as in NeMo-Gym's resources_servers/
-abstention: the contents of the last \boxed{} after the thought, or the whole text without a box.
+abstention: the contents of the last \boxed{} after the reasoning, or the whole text without a box.
 [IDK] there, regardless of case and of marks and articles around it, counts as abstaining, without a
 call to the judge. The judge `general` labels anything else as right, wrong, or no attempt, which
 also counts as abstaining. A reply without a label counts as wrong. NeMo-Gym has the reward for
@@ -14,7 +14,7 @@ word ("Answer: B" is a right answer there); here the last label in double bracke
 letter that makes up the last line. If an answer holds a label, a label in the reply counts only if
 it ends the reply and is the only one there; NeMo-Gym rewards a quoted label. An answer that is
 empty or cut off earns 0 without being judged, although a judge may call it no attempt. Text in
-<thinking> tags is not a thought.
+<thinking> tags is not reasoning.
 
 Known leaks: the judge's. [IDK] is rewarded whatever is written before the box, and even for the
 easiest question.

@@ -13,13 +13,13 @@ if they are among the best, and weights for both lengths and for formatting
 
 Source: NeMo-Gym's resources_servers/genrm_compare, in the version used for Nemotron 3 Super, with
 `use_principle`.
-Rows for `genrm_simple_agent_reasoning_off` are answered without a thought (rollout/messages.py).
+Rows for `genrm_simple_agent_reasoning_off` are answered without reasoning (rollout/messages.py).
 
 After a reply without a verdict, the judge is asked again; after TRIES such replies, neither answer
 counts as better. If the judge is away or refuses a request, the group fails and is tried again: its
 answers and the verdicts so far are kept.
 
-Deliberate deviations. An answer that is empty, or was cut off during the thought, is shown as
+Deliberate deviations. An answer that is empty, or was cut off during the reasoning, is shown as
 "None", as in NeMo-Gym, and earns at most 0, because the length weights would otherwise reward it.
 Numbers outside the ranges that a judge is asked for, such as a score of 10, are not a verdict. A
 verdict in an answer is shown with its braces doubled, and counts only if it ends a reply that has

@@ -2,7 +2,7 @@
 
 Labels, rewards and policies come from NeMo-Gym's resources_servers/jailbreak_detection and
 over_refusal_detection; the words, in harm.txt, are ours. The harm categories come from the model
-card of Nemotron-Content-Safety-Reasoning-4B, with its numbers.
+card of Nemotron-Content-Safety-Reasoning-4B, and keep its numbering.
 """
 
 from typing import NamedTuple

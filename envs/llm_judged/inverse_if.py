@@ -3,9 +3,9 @@
 Row: `rubric` ([{"id", "criteria"}]), `prompt`, `reference_response`, and the judge's prompts:
 `judge_system_prompt` and `judge_prompt_template` with the placeholders {prompt}, {model_response},
 {standard_response} and {criteria}. Judged, as in NeMo-Gym's resources_servers/inverse_if: the text
-after the thought, by the judge `general`, one call per criterion. Its verdict, PASS or FAIL, is the
-"result" of the JSON object in the first fenced block, else of any JSON object, else the word in the
-last of the final five lines that contains one. Rewards are in [0, 1].
+after the reasoning, by the judge `general`, one call per criterion. Its verdict, PASS or FAIL, is
+the "result" of the JSON object in the first fenced block, else of any JSON object, else the word in
+the last of the final five lines that contains one. Rewards are in [0, 1].
 
 Deliberate deviations: a row is bad if its template lacks a required placeholder or has an unknown
 one; an answer that is empty or cut off earns 0 without being judged; a reply without a verdict is

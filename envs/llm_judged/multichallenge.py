@@ -2,7 +2,7 @@
 
 Row: `rubric` ([{"question", "pass_criteria" (YES or NO, by default YES)}]), and `context`, the
 conversation as text; without it, the row's input. Judged, as in NeMo-Gym's resources_servers/
-multichallenge: the text after the thought, by the judge `general`, one call per question. The
+multichallenge: the text after the reasoning, by the judge `general`, one call per question. The
 last label counts, else YES or NO in the judge's last line. Rewards are in [0, 1].
 
 Deliberate deviations: the instructions are our own, with the published labels; a reply with neither

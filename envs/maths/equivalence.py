@@ -2,8 +2,9 @@ r"""Answers that a judge compares with the reference: 1.0 for the same, else 0.0
 
 Row: `expected_answer`; `template_metadata.output_regex`, which finds the part of an answer that is
 compared (the first group that is not empty in the last match). Judged, as in NeMo-Gym's
-resources_servers/equivalence_llm_judge: the text after the thought, by the judge `general`; its
-first label counts. A reply without a label means "not the same". Three agents differ in Rules:
+resources_servers/equivalence_llm_judge: the judge `general` judges the text after the reasoning;
+the first label in its reply counts, and a reply without a label means "not the same". Three agents
+differ in Rules:
 
     equivalence_llm_judge   questions from all fields; a row's regex finds the compared part
     nl2bash                 commands, in a block after "Answer:"; asked again in the other order

@@ -1,1 +1,1 @@
-"""vLLM's parsers for thoughts and tool calls, and the forms in which models write calls."""
+"""vLLM's parsers for reasoning and tool calls, and the forms in which models write calls."""

@@ -1,4 +1,4 @@
-"""Parses answers with vLLM's own parsers for thoughts and tool calls, in a process of their own.
+"""Parses answers with vLLM's own parsers for reasoning and tool calls, in a process of their own.
 
     one thread --JSON lines--> a fork of the server, which has vLLM imported
 

@@ -14,8 +14,8 @@ from envs.sandbox import service
 from settings.environment_services import is_address
 
 EXPECTED = (
-    "a folder that `bash launch/lean.sh FOLDER` makes, a command such as `env LEAN_PATH=... lean`, "
-    "or http://HOST:PORT of NeMo-Skills' sandbox service"
+    "a folder that `bash launch/lean.sh FOLDER` creates, a command such as "
+    "`env LEAN_PATH=... lean`, or http://HOST:PORT of NeMo-Skills' sandbox service"
 )
 LANGUAGES = ("lean4", "lean3", "lean", "")
 

@@ -2,9 +2,9 @@
 
 Row: `exp_cal_state`, event id -> `duration` (minutes), `min_time`, `max_time`, and `constraint`:
 null, "before T", "after T", "between T and T" or "at T". Judged: the first JSON list of objects in
-the text after the thought, as in NeMo-Gym's resources_servers/calendar. It must hold each expected
-event with its duration, within its times, and no two events may overlap. Other fields of an event,
-such as its name, are not compared.
+the text after the reasoning, as in NeMo-Gym's resources_servers/calendar. It must hold each
+expected event with its duration, within its times, and no two events may overlap. Other fields of
+an event, such as its name, are not compared.
 
 If two events have the same id, the last is judged; an event that is given twice does not overlap
 itself. A text with `<think>` that no parser has read earns 0, as in NeMo-Gym. Deliberate
@@ -53,7 +53,7 @@ def check(row: dict) -> None:
 def verify(row: dict, response: str) -> Reward:
     """Returns 0.0 or 1.0; `reason` is the error."""
     if not isinstance(response, Response) and "<think>" in response:
-        return Reward(0.0, {"reason": "the thought was not parsed"})
+        return Reward(0.0, {"reason": "the reasoning was not parsed"})
     text = final_text(response)
     reason = unfinished(text)
     if not reason and row["exp_cal_state"]:

@@ -1,6 +1,6 @@
 """Questions about long texts whose answer is compared as text: 1.0 if the same, else 0.0.
 
-Row: `expected_answer`. Judged: all of the text after the thought, as in NeMo-Gym's
+Row: `expected_answer`. Judged: all of the text after the reasoning, as in NeMo-Gym's
 resources_servers/equivalence_rule with its released rule, `exact`: both in lower case, with each
 run of white space as one space. Nothing is extracted from a box or a sentence.
 

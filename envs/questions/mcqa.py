@@ -2,7 +2,7 @@ r"""Multiple choice: 1.0 if the chosen letter is the right one, else 0.0.
 
 Row: `options` ([{"A": text}, ...]; null texts are not options), `expected_answer` (a letter),
 `grading_mode`, `template_metadata` with `output_regex` (one or a list) and `answer_prefix`. Judged:
-the text after the thought, as in NeMo-Gym's resources_servers/mcqa. First come the row's regexes,
+the text after the reasoning, as in NeMo-Gym's resources_servers/mcqa. First come the row's regexes,
 in turn: the last match holds a letter, in the options or not, or an option's text. Then comes
 grading_mode:
     strict_single_letter_boxed   the last \boxed{}: a capital alone ("[C]"), or before one of :).-

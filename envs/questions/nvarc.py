@@ -1,7 +1,7 @@
 r"""Grid puzzles from ARC-AGI: 1.0 if the test's output grid is right in each cell, else 0.0.
 
 Row: `expected_output`, equally long lists of integers from 0 to 9; `agent_mode`, or else the
-agent's name, decides the form of an answer. Judged: the text after the thought, as in NeMo-Gym's
+agent's name, decides the form of an answer. Judged: the text after the reasoning, as in NeMo-Gym's
 resources_servers/nvarc.
     transductive   the grid: the text between the first \boxed{ and the last }, else everything.
                    A line is a row. Its one-digit words are cells, and no other word counts

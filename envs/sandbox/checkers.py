@@ -76,7 +76,7 @@ STARVED = {"failed": "starved of CPU"}
 
 
 class Checkers:
-    """Processes that run the function made by `factory`, "module:name", under a deadline.
+    """Processes that run the function that `factory` returns, "module:name", under a deadline.
 
     The function takes the request's fields and returns a dict of JSON. `text` is the field that
     holds the answer. `children` checks run at once, one per CPU if None, plus half as many slow

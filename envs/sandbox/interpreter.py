@@ -6,7 +6,7 @@ standard library.
     "ready" line  <-- a room waits for a program
     each input:   JSON line {source, stdin} --> fork --> source runs as __main__
                   JSON line {stdout, stderr, code, ended} <-- once all its processes are dead
-    empty line    --> the room ends, and the next is made
+    empty line    --> the room ends, and the next is created
     "alone" line  <-- the kernel allows no rooms here, and this process ends
     code DIED     <-- a room was killed by its program
 
@@ -87,7 +87,7 @@ def prelude() -> dict:
 def prepared() -> ModuleType:
     """Returns a module with the names that a program finds.
 
-    It is made before any fork, because each fork copies the pages that it writes.
+    It is created before any fork, because each fork copies the pages that it writes.
     """
     module = ModuleType("__main__")
     errors = os.dup(2)
@@ -170,7 +170,7 @@ def warm(*modules: str) -> None:
 
 
 def enter(size: int, watched: bool = True) -> None:
-    """Makes a room, with folders of this size, and returns as its first process, without rights.
+    """Creates a room, with folders of this size, and returns as its first process, without rights.
 
     An intermediate parent ends with the `fate` of that process, or at once unless `watched`. Raises
     OSError if the kernel forbids it.
@@ -439,7 +439,7 @@ def clear(contained: bool, pid: int) -> None:
 
 
 def attend(door: socket.socket, contained: bool, rooms: bool, limits: dict) -> None:
-    """Makes a session for each connection that comes through the door, until that is closed."""
+    """Creates a session for each connection that comes through the door, until that is closed."""
     gc.freeze()  # a collection would copy the pages that sessions share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # sessions leave no zombies
     while descriptors := socket.recv_fds(door, 1, 1)[1]:

@@ -140,7 +140,7 @@ class Interpreter:
         return code == DIED if self.in_rooms else code not in ENDED
 
     async def leave(self) -> None:
-        """Ends the room; the interpreter makes another, and waits for another program."""
+        """Ends the room; the interpreter creates another, and waits for another program."""
         received = b""
         if self.process and not self.asked:
             with contextlib.suppress(TimeoutError):

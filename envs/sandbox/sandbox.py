@@ -185,7 +185,7 @@ def wrapped(
 
     The command sees the folder `packages` as PACKAGES. Root becomes the user nobody first, since
     the kernel does not limit processes of root. With an image as `root`, the run's user is the
-    owner of its files. A command that makes `rooms` itself forbids namespaces and limits the
+    owner of its files. A command that creates `rooms` itself forbids namespaces and limits the
     processor time in them.
     """
     command = [*as_run_user(root), *limited(limits, not rooms)]
@@ -235,7 +235,7 @@ def around(reads: Iterable[str], executes: bool) -> list[str]:
         return []
     command = ["bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]
     command += ["--cap-drop", "ALL", "--die-with-parent", "--new-session", "--tmpfs", "/tmp"]
-    folders = [*BOUND, *reads]  # over the empty /tmp, because this project may lie there
+    folders = [*BOUND, *reads]  # over the empty /tmp: this project may be under it
     bound: list[str] = []
     for folder in sorted({folder for folder in folders if os.path.exists(folder)}, key=len):
         if folder in BOUND and os.path.islink(folder):

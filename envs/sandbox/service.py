@@ -2,7 +2,7 @@
 
 The service reports "completed" for a program that an OOM killer ended, gives no exit code, cuts
 long output, and answers 500 if output is not UTF-8 (local_sandbox_server.py). So a program is sent
-as the input of envs/sandbox/interpreter.py, which prints its outcome as JSON. No JSON means no
+as input to envs/sandbox/interpreter.py, which prints its outcome as JSON. No JSON means no
 outcome.
 """
 

@@ -31,7 +31,7 @@ LOST = "The interpreter was restarted: what it knew is lost."
 
 
 class Host:
-    """A process in the sandbox that makes sessions. Raises CheckerError if it does not start."""
+    """A process in the sandbox that creates sessions. Raises CheckerError if it does not start."""
 
     shared: dict[Limits, "Host"] = {}
     rooms = True  # False once the kernel has refused namespaces inside a sandbox

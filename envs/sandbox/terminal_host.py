@@ -140,7 +140,10 @@ class Terminal:
         return keys
 
     def read(self) -> bytes:
-        """Returns the terminal's new text; starts another shell if its shell ended or left."""
+        """Returns the terminal's new text; starts another shell if the old one is gone.
+
+        It is gone if it exited or closed the terminal.
+        """
         gone = self.gone()
         try:
             part = os.read(self.tty, 1 << 14)

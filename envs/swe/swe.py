@@ -19,8 +19,8 @@ How episodes end, and with which result:
     the agent or the tests exceed their memory or time limit         masked, `reason`
     200 answers, or no room for another, and all tests pass          1.0, masked
     a fault of the node: image, disk, start, a judge without tests   CheckerError: another try
-A masked episode counts in the baseline, but is not trained on. Nothing that the policy can do leads
-to another try. After the loss of an engine, the result of each call is shown again, and the
+A masked episode counts toward the baseline, but is not trained on. Nothing that the policy can do
+leads to another try. After the loss of an engine, the result of each call is shown again, and the
 commands are run again once they matter; an episode that had ended is neither played nor judged
 again.
 
@@ -108,7 +108,10 @@ def harness_of(row: dict) -> str:
 
 
 def prompt(row: dict) -> list[dict]:
-    """Returns the row's own prompt; else the prompt in its style, with its issue."""
+    """Returns the row's own prompt; if it has none, the prompt for the row's style.
+
+    The prompt for a style is filled in with the row's issue.
+    """
     if given := row["responses_create_params"]["input"]:
         return chat(given)
     text = Path(__file__).with_name(f"swe_{style_of(row)}.txt").read_text(encoding="utf-8")
@@ -160,6 +163,6 @@ def reward(work: Work, verdict: Verdict) -> Reward:
 
 
 def is_masked(work: Work, verdict: Verdict) -> bool:
-    """Returns whether the episode's limits decided, or an episode that was cut off has earned 1."""
+    """Returns whether the episode's limits decided the outcome, or a cut-off episode earned 1."""
     limited = work.ended in LIMITS or verdict.masked
     return limited or (verdict.resolved and work.ended in CUT)

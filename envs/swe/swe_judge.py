@@ -89,7 +89,7 @@ class Verdict(NamedTuple):
 
     resolved: bool
     reason: str  # "" if resolved
-    masked: bool  # True if the limits of the episode decided, not the patch
+    masked: bool  # True if the episode's limits, not the patch, decided the verdict
     details: dict[str, float]  # fixed, kept (shares), dropped (files), tampered, seconds, peak
 
 

@@ -1,6 +1,6 @@
 """A terminal agent's next action, compared with a teacher's: 1.0 if alike, else 0.0.
 
-Terminus (terminal_pivot, terminus_judge): the text after the thought is a JSON object of the form
+Terminus (terminal_pivot, terminus_judge): the text after the reasoning is a JSON object of the form
 that `metadata.harness`, terminus_1 or terminus_2, asks for. Row: `expected_answer`, such an object
 as text, and `threshold` (0.9). All keystrokes together must reach that similarity to the expected
 ones, by difflib's ratio, and if the task is complete, the answer must say so. Source: NeMo-Gym's

@@ -46,7 +46,7 @@ async def converse(
 ) -> Talk:
     """Lets the policy answer and call tools, for at most `max_steps` answers.
 
-    An answer without a call ends the talk, even if it holds only a thought, as in Super's
+    An answer without a call ends the talk, even if it holds only reasoning, as in Super's
     configuration.
 
     `call` may return an error as text; an exception that it raises ends the rollout. It is not

@@ -8,9 +8,9 @@ nothing. The emails, events, tasks, customers and plots must then be equal and i
 apart from upper and lower case in most texts. The folder services.workplace holds NeMo-Gym's five
 tables.
 
-Deliberate deviations. An answer without calls and without a text after its thought earns 0, even if
-there was nothing to do. Values that are not texts are compared as they are: Gym treats all of them
-as missing, so that any number equals any other. Only the first 500 of the calls that change
+Deliberate deviations. An answer without calls and without a text after its reasoning earns 0, even
+if there was nothing to do. Values that are not texts are compared as they are: Gym treats all of
+them as missing, so that any number equals any other. Only the first 500 of the calls that change
 something are played. A search takes at most a second. The directory has the people in the tables,
 because Gym's list of addresses is not one of the tables. The tools' refusals are worded
 differently.

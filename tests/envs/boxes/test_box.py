@@ -307,8 +307,8 @@ async def test_a_holder_that_is_killed_is_an_error(image):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"image": "/none"}, "not a .sif that can be mounted: .*No such file"),
-    ({"workdir": "/none"}, "no box from the image .*/none: No such file"),
-    ({"size": Size(disk=-1)}, "no box from the image .*mount"),
+    ({"workdir": "/none"}, "cannot start a box from the image .*/none: No such file"),
+    ({"size": Size(disk=-1)}, "cannot start a box from the image .*mount"),
 ])  # fmt: skip
 async def test_what_cannot_be_opened_is_an_error(image, change, message):
     with pytest.raises(CheckerError, match=message):
@@ -317,7 +317,7 @@ async def test_what_cannot_be_opened_is_an_error(image, change, message):
 
 
 async def test_an_image_without_bash_is_an_error(tmp_path):
-    with pytest.raises(CheckerError, match="no box from the image .*bash"):
+    with pytest.raises(CheckerError, match="cannot start a box from the image .*bash"):
         async with Box(tmp_path, size=SMALL):
             pass
 

@@ -192,7 +192,7 @@ def test_a_lean_that_does_not_start_is_an_error(stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({}, "services.lean = '', expected a folder that `bash launch/lean.sh FOLDER` makes"),
+    ({}, "services.lean = '', expected a folder that `bash launch/lean.sh FOLDER` creates"),
     ({"lean": "no_such_lean x"}, "lean = 'no_such_lean x': no such folder or command; expected"),
     ({"lean": "a 'b"}, ": No closing quotation; expected a folder"),
     ({"lean": "/usr"}, "lean = '/usr': the folder has no program bin/lean; expected"),
