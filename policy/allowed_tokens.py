@@ -53,7 +53,7 @@ class Allowed(NamedTuple):
         return Allowed(self.count_T.to(device), self.ids_M.to(device))
 
     def at(self, at_N: Tensor) -> "Choices":
-        """Returns the sets of the tokens at places `at_N`. Raises ValueError if one is empty."""
+        """Returns the sets of the tokens at positions `at_N`. Raises ValueError if one is empty."""
         count_N = self.count_T[at_N].long()
         if not (count_N > 0).all():
             raise ValueError("a trained token has no set of tokens from which the engine chose it")
@@ -61,7 +61,7 @@ class Allowed(NamedTuple):
 
 
 def choices(row: Row, at_N: Tensor) -> "Choices | None":
-    """Returns the sets of a row's tokens at places `at_N`; None: the whole vocabulary."""
+    """Returns the sets of a row's tokens at positions `at_N`; None: the whole vocabulary."""
     allowed: Allowed | None = getattr(row, "allowed", None)
     return allowed.at(at_N) if allowed else None
 
@@ -81,7 +81,7 @@ class Choices(NamedTuple):
         """
         count_C = self.count_N[rows]
         row_M = torch.arange(len(count_C), device=count_C.device).repeat_interleave(count_C)
-        # From an id's place among this chunk's ids to its place among all ids.
+        # From an id's position among this chunk's ids to its position among all ids.
         shift_C = self.first_N[rows] - (count_C.cumsum(0) - count_C)
         place_M = torch.arange(len(row_M), device=row_M.device) + shift_C[row_M]
         column_M = self.ids_M[place_M].long() - first

@@ -111,7 +111,7 @@ class FSDPPolicy:
             self.lm = make(config, dtype=wide, attn_implementation=attends)
             # It has none of FSDP's state-dict hooks, so it can be written while training runs.
             self.shell = make(copy.deepcopy(self.lm.config), dtype=dtype)
-        # transformers recomputes activations only under train(), which would bring dropout.
+        # transformers recomputes activations only under train(), which would enable dropout.
         self.lm.eval().requires_grad_(trainable)
         self.adapters = Adapters(self.lm, settings, trainable)
         kinds = self.lm._no_split_modules or ()

@@ -238,5 +238,8 @@ def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> in
 
 
 def host_bytes(model: Model, here: int, ranks: int) -> float:
-    """Returns the CPU bytes that a node needs if `here` of `ranks` ranks read float32 shares."""
+    """Returns how many bytes of CPU memory a node needs if `here` of `ranks` ranks read shares.
+
+    The shares are in float32.
+    """
     return 4 * model.params * here / ranks

@@ -19,7 +19,7 @@ WITHOUT_KV = {"linear_attention", "mamba", "conv", "moe", "mlp", "sparse", "dens
 def build(folder: str) -> PreTrainedModel:
     """Builds the model of a folder's config.json on the meta device, without storage.
 
-    Raises InputError if transformers cannot make a language model from it.
+    Raises InputError if transformers cannot build a language model from it.
     """
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

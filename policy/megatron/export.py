@@ -82,7 +82,7 @@ def named(whole: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:
 
 
 def gather(tensor: Tensor, place: Place) -> Tensor:
-    """Joins the shards of the ranks that share a tensor, in their order."""
+    """Joins, in rank order, the shards of the ranks that share a tensor."""
     if place.ranks == 1:
         return tensor.contiguous()
     shards = [torch.empty_like(tensor) for _ in range(place.ranks)]

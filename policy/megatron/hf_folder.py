@@ -20,7 +20,7 @@ from policy.megatron.hf_weights import ASIDE, Weights
 
 @torch.no_grad()
 def share(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Yields the whole tensors that this rank writes, by the checkpoint's names.
+    """Yields the full tensors that this rank writes, under their checkpoint names.
 
     Each tensor is in one rank's share, and shares are about equally large. Collective: tensor
     parallel ranks assemble what one of them writes.

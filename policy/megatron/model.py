@@ -3,7 +3,8 @@
 Every family is a MambaModel, Megatron's stack of single layers: M Mamba-2, * attention, - MLP,
 E experts. A transformer layer is *- or *E; Nemotron-H mixes all four.
 
-Axes:  S places of a padded packed row   L this context parallel rank's places   H hidden size
+Axes:  S positions of a padded packed row   L this context parallel rank's positions
+       H hidden size
 """
 
 from collections.abc import Callable, Iterator
@@ -109,7 +110,7 @@ def architecture(hf: PretrainedConfig) -> Architecture:
 
 
 class Places(NamedTuple):
-    """A router's view of this context parallel rank's places in a padded row."""
+    """A router's view of this context parallel rank's positions in a padded row."""
 
     read_L: Tensor  # bool: the engine read this token, so it chose experts for it
     counted_L: Tensor  # bool: its sample is trained, so the balance of experts counts it
@@ -117,7 +118,7 @@ class Places(NamedTuple):
 
 
 class Row(PackedSeqParams):
-    """The ends of the sequences in a padded row, and the places for its routers."""
+    """The ends of the sequences in a padded row, and the positions for its routers."""
 
     def __init__(self, ends: Tensor, places: Places):
         longest = int(ends.diff().max())
@@ -143,10 +144,10 @@ class Router(TopKRouter):
     such as those of a row that keeps a rank in step, would move it as far as a whole batch does.
     """
 
-    places: Places  # places of the current row
+    places: Places  # positions of the current row
 
     def mine(self, x_L: Tensor) -> Tensor:
-        """Takes this rank's share of the sequence from the values of all places."""
+        """Takes this rank's share of the sequence from the values of all positions."""
         return x_L.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -156,7 +157,7 @@ class Router(TopKRouter):
 
 
 class Chosen(NamedTuple):
-    """Each place's experts, and their scores."""
+    """Each position's experts, and their scores."""
 
     scores_LK: Tensor
     experts_LK: Tensor
@@ -168,8 +169,8 @@ class RouteReplay(nn.Module):
     The router is number `layer` among the `layers` layers that have experts.
 
     Trainer and engine round differently. If they send a token to different experts, its logprobs
-    differ: arXiv:2510.11370. A place without a complete route chooses for itself. Raises ValueError
-    if routes have a different number of layers.
+    differ: arXiv:2510.11370. A position without a complete route chooses for itself. Raises
+    ValueError if routes have a different number of layers.
     """
 
     followed: Tensor
@@ -307,15 +308,15 @@ def rotary_frequencies(hf: PretrainedConfig) -> Tensor:
 
 
 class Run(NamedTuple):
-    """Neighbouring places of one sequence in a padded row."""
+    """Neighbouring positions of one sequence in a padded row."""
 
-    first: int  # first place of the sequence
+    first: int  # first position of the sequence
     start: int
     stop: int
 
 
 def runs(ends: Tensor, n: int, rank: int) -> Iterator[Run]:
-    """Yields the runs of places that context parallel rank `rank` of n has.
+    """Yields the runs of positions that context parallel rank `rank` of n has.
 
     A sequence has 2 n parts; a rank has the rank-th from the front and from the back, so that all
     ranks have the same work under a causal mask: Transformer Engine's layout for packed rows.
@@ -331,6 +332,6 @@ def runs(ends: Tensor, n: int, rank: int) -> Iterator[Run]:
 
 
 def local_places(ends: Tensor, n: int, rank: int) -> Tensor:
-    """Returns a context parallel rank's places [L] of the padded row, in the rank's order."""
+    """Returns a context parallel rank's positions [L] of the padded row, in the rank's order."""
     places = [torch.arange(run.start, run.stop) for run in runs(ends, n, rank)]
     return torch.cat(places).to(ends.device)

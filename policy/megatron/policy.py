@@ -71,7 +71,7 @@ class Shard:
         source_L = source_S[mine_L]
         real_L = source_L >= 0
         self.tokens_L = torch.where(real_L, row.tokens_T[source_L], 0)
-        # The token of the row that each place predicts; N of these tokens are trained.
+        # The row's token that each position predicts; N of these tokens are trained.
         target_L = source_S.roll(-1)[mine_L]
         self.at_N = ((target_L >= 0) & row.mask_T[target_L]).nonzero().squeeze(1)
         self.target_N = target_L[self.at_N]
@@ -81,8 +81,8 @@ class Shard:
         counted_L = real_L & trained_N[row.seq_T][source_L]
         routes_L = None
         if row.routes_N is not None:
-            # Joined here, because the routes of all rows would not fit; only this rank's places
-            # are copied to the device.
+            # Joined here, because the routes of all rows would not fit; only this rank's
+            # positions are copied to the device.
             routes_T = torch.from_numpy(np.concatenate(row.routes_N))
             routes_L = routes_T[source_L.cpu()].to(real_L.device)
             routes_L = torch.where(real_L[:, None, None], routes_L, -1)
@@ -90,7 +90,7 @@ class Shard:
 
 
 def join_groups(settings: "PolicySettings", seed: int, collective_seconds: float) -> None:
-    """Makes Megatron's process groups: tensor parallel ranks adjacent, pipeline stages apart."""
+    """Creates Megatron's process groups: tensor parallel ranks adjacent, pipeline stages apart."""
     if mpu.model_parallel_is_initialized():
         return
     mpu.initialize_model_parallel(
@@ -319,7 +319,7 @@ class MegatronPolicy:
         return self.weights.metas()
 
     def export_hf(self, dir: str) -> Callable[[], None]:
-        """Copies this rank's share of a model for transformers and vLLM to memory.
+        """Copies this rank's share of the model to memory, in the format of transformers and vLLM.
 
         Returns a function that writes it, and on rank 0 also index, config and tokenizer.
         """

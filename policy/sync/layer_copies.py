@@ -178,7 +178,7 @@ class Copies:
                 break
             slow |= others
         self.filled = {path: noted.copies[path] for path in noted.copies.keys() - left}
-        # No layer here reads other workers' experts, which are many.
+        # No layer here reads other workers' experts, of which there are many.
         unread = {m.name for m in metas if ".experts." in m.name and m.name not in slow}
         self.readers = {name: [] for name in unread}
         for path, copies in self.filled.items():

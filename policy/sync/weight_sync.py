@@ -82,7 +82,7 @@ class Wire(NamedTuple):
         return "cuda" if torch.cuda.is_available() and not self.shares_gpu else "cpu"
 
     def group(self, store: dist.Store, rank: int, world: int) -> Group:
-        """Makes a process group of its own: senders, then every engine worker."""
+        """Creates a process group of its own: senders, then every engine worker."""
         prefixed = dist.PrefixStore("weights", store)
         deadline = timedelta(seconds=self.seconds)
         group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
@@ -194,7 +194,7 @@ class Sender:
         return self.wire.metas
 
     def join(self, store: dist.Store, rank: int, world: int) -> None:
-        """Meets the engines' workers at a store; called only on rank 0's node."""
+        """Joins the engines' workers, which meet at `store`; called only on rank 0's node."""
         self.group = self.wire.group(store, rank, world)
         self.store = store
         self.rank = rank
