@@ -42,7 +42,7 @@ def allowed(fleet: "Fleet") -> bool:
         return True
     if not fleet.engines:
         raise RuntimeError(
-            f"engines were lost more often in an hour than MAX_RESTARTS = {MAX_RESTARTS} "
+            f"engines were lost more than MAX_RESTARTS = {MAX_RESTARTS} times in an hour "
             f"(runtime/engines/repair.py): {fleet.error}"
         ) from fleet.error
     if not fleet.is_held:
@@ -214,7 +214,7 @@ async def started(fleet: "Fleet") -> bool:
 
 
 async def join(fleet: "Fleet") -> None:
-    """Makes the process group of the senders and all engines that have started.
+    """Creates the process group of the senders and all engines that have started.
 
     Waits for starting engines only if no engine has started.
     """

@@ -1,4 +1,4 @@
-"""Makes Ray actors from plain classes: how their processes begin and end, and their logs."""
+"""Creates Ray actors from plain classes: how their processes begin and end, and their logs."""
 
 import faulthandler
 import os
@@ -102,7 +102,7 @@ def cancel(call: "ObjectRef") -> None:
 
 
 def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> "ActorClass":
-    """Makes a Ray actor class from a plain class, extended by `Process`.
+    """Creates a Ray actor class from a plain class, extended by `Process`.
 
     If the cluster has no GPUs, the actor asks for none and gets a CPU's environment. `options` are
     Ray's options.
@@ -115,7 +115,7 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> "Act
         options["runtime_env"] = {"env_vars": cpu_variables(cfg)}
         gpus = 0
     of_class: dict[str, Any] = {"num_cpus": 0}
-    if "concurrency_groups" in options:  # Ray needs them when the class is made
+    if "concurrency_groups" in options:  # Ray needs them when the class is created
         of_class["concurrency_groups"] = options.pop("concurrency_groups")
     folder = Path(cfg.writes_to) / "logs"
 

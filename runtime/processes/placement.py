@@ -96,7 +96,7 @@ JUDGE = "judge"
 
 
 class Node(NamedTuple):
-    """A node of the cluster, and the GPUs there for engines and trainers."""
+    """A node of the cluster, and the number of its GPUs for engines and trainers."""
 
     id: str
     gpus: int

@@ -87,7 +87,7 @@ class Rank(Generic[C]):
         os.close(nothing)
 
     def join_ranks(self, rank: int, address: tuple[str, int]) -> None:
-        """Makes torch's default process group from all ranks, which meet at rank 0's store."""
+        """Creates torch's default process group from all ranks, which meet at rank 0's store."""
         world = self.cfg.policy.ranks
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo",

@@ -22,7 +22,7 @@ MismatchTable = dict[tuple[str, str], list[float]]
 def mismatch_table(
     samples: "list[Sample]", logp_T: np.ndarray, step: int, limit: float
 ) -> MismatchTable:
-    """Measures how far apart trainer and engine are, by environment, lag and place in the answer.
+    """Measures how far apart trainer and engine are, by environment, lag and token position.
 
     `logp_T` [T] are the trainer's logprobs of the samples, one after the other. Returns for each
     (by, key): the tokens, the tokens of trusted sequences, and sum, summed k3 and maximum of
@@ -69,7 +69,7 @@ def mismatch_table(
 
 
 def positions(count_S: np.ndarray) -> np.ndarray:
-    """Names the place of each token in its answer, by powers of 4: "1-3", "4-15", "16-63", ..."""
+    """Names each token's position in its answer, by powers of 4: "1-3", "4-15", "16-63", ..."""
     place_N = np.concatenate([1 + np.arange(count) for count in count_S])
     power_N = np.log2(place_N).astype(int) // 2
     names = [f"{4**power}-{4 ** (power + 1) - 1}" for power in range(power_N.max() + 1)]
@@ -154,7 +154,7 @@ def answer_metrics(groups: "list[list[SampleInfo]]") -> dict[str, float]:
 def component_metrics(answers: "list[SampleInfo]") -> dict[str, float]:
     """Returns the mean of each number in `Reward.info`, by environment.
 
-    Answers that lack a number do not count in its mean.
+    Answers that lack a number do not count toward its mean.
     """
     values = defaultdict(list)
     for info in answers:

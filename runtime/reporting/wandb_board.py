@@ -52,7 +52,7 @@ class Board:
 
 
 def artifact(name: str, kind: str, path: Path) -> "wandb.Artifact":
-    """Makes a reference to a file or a folder, with a model's lineage."""
+    """Creates a reference to a file or a folder, with a model's lineage."""
     made = wandb.Artifact(name, type=kind, metadata=lineage.read(path))
     made.add_reference(f"file://{path.resolve()}", checksum=False)
     return made

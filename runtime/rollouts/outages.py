@@ -60,7 +60,7 @@ class Outages:
         if self.since is None:
             self.since = now
         if now >= self.tell_at:
-            tqdm.write(f"the run waits: {self.state()}")
+            tqdm.write(f"the run is waiting: {self.state()}")
             self.told = True
             self.tell_at = now + max(PATIENCE, now - self.since)
 

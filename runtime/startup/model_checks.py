@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from settings.config import TrainingSettings
 
-# The programs that make the models of the shipped configurations.
+# The programs that create the models of the shipped configurations.
 MAKERS = {
     "models/tiny": "launch/make_tiny.py",
     "models/tiny_tools": "launch/make_tiny_tools.py",
@@ -40,14 +40,14 @@ class Stored(NamedTuple):
 
 
 def lacking(model: str, name: str) -> str:
-    """Returns the message for a model folder that lacks a file, with the program that makes it."""
+    """Returns the message for a model folder that lacks a file, and what creates the folder."""
     exports = sorted(Path(model).glob("step_*/hf")) if os.path.isdir(model) else []
     if exports:
         return f"model = {model!r}: expected the model of a run, such as {shown(exports[-1])}"
     origin = ""
     for end, maker in MAKERS.items():
         if model.endswith(end):
-            origin = f" ({maker} makes it)"
+            origin = f" ({maker} creates it)"
             break
     stage = re.search(r"runs/([a-z]\w+)/step_\d+/hf$", model)
     if stage:
@@ -262,5 +262,5 @@ def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
     if max(ids) >= words:
         raise InputError(
             f"model = {model!r}: "
-            f"its tokenizer makes id {max(ids)}, but its embedding has {words} rows"
+            f"its tokenizer has id {max(ids)}, but its embedding has {words} rows"
         )

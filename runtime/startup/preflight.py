@@ -173,7 +173,7 @@ def check_arguments(cfg: "TrainingSettings") -> None:
 
 
 def misfit(value: Any, annotation: str) -> str:
-    """Explains why a value does not have an annotated type; "" if it does.
+    """Explains why a value does not match its annotation; "" if it does.
 
     An annotation that uses the library's own types is not checked.
     """

@@ -59,7 +59,7 @@ def test_an_outage_is_told_of_now_and_then(clock, capsys):
         found.receive("a", away(f"http://h:1/v1, for {second} s"))
     found.receive("a", WELL)
     told = capsys.readouterr().out.splitlines()
-    line = "the run waits: judges.general is away: http://h:1/v1, for"
+    line = "the run is waiting: judges.general is away: http://h:1/v1, for"
     assert told[:-1] == [f"{line} {second} s" for second in (0, 60, 120, 240, 480, 960)]
     assert told[-1] == "all answer again, after 999 s"
 
@@ -70,7 +70,7 @@ def test_a_judge_that_comes_and_goes_is_told_of_once_a_minute(clock, capsys):
         clock[0] = second
         found.receive("a", away() if second % 10 < 8 else WELL)
     told = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("the run waits") for line in told) == 3
+    assert sum(line.startswith("the run is waiting") for line in told) == 3
     assert told.count("all answer again, after 8 s") == 3 and found.seconds() == 144
 
 
