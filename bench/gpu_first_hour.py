@@ -115,7 +115,7 @@ class Log:
 
 
 def model(log: Log) -> Path:
-    """Makes a folder with a random-weight model; the tiny one without a GPU."""
+    """Creates a folder with a random-weight model; the tiny one without a GPU."""
     log.run(sys.executable, "launch/make_tiny.py")
     if not GPUS:
         return ROOT / "models/tiny"

@@ -93,7 +93,7 @@ def full_logits(model, row: random_rows.Row) -> torch.Tensor:
 
 
 class RandomPolicy(FSDPPolicy):
-    """Makes a policy without a checkpoint."""
+    """Creates a policy without a checkpoint."""
 
     def _read(self) -> None:
         self.model.to_empty(device=DEVICE)

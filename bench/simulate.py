@@ -44,10 +44,10 @@ from settings import reader  # noqa: E402
 from support import shapes  # noqa: E402
 
 STEPS = 24
-ROUND = 200_000  # objects that a run makes before Python looks for garbage; a run makes little
+ROUND = 200_000  # objects created before Python looks for garbage, of which a run creates little
 TRIED = 14  # steps that a tried change is simulated for, in addition to max_lag
-WORTH = 0.95  # share of a step's time: a change that leaves more than this is not named
-BIG = 60e9  # parameters: a model this large is from the recipe's stages
+WORTH = 0.95  # share of a step's time: a change that leaves more than this is not reported
+BIG = 60e9  # parameters: models this large belong to the recipe's stages
 AGENT = "swe2"  # part of the name of a configuration whose answers are an agent's episodes
 USUAL = {"turns": 1, "tool": 0.0, "judge": 0.0}
 # Assumed for agent episodes: the number of answers, and the seconds that a command takes, and a
@@ -98,7 +98,11 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @contextlib.contextmanager
 def with_model(cfg: Config) -> Iterator[Config]:
-    """Returns `cfg` with a folder that has config.json: Nemotron 3 Super's or Nano's by name."""
+    """Yields `cfg` with a model folder that has config.json.
+
+    If its own has none, the folder holds the one of Nemotron 3 Super or Nano, chosen by the
+    model's name.
+    """
     if (Path(cfg.model) / "config.json").is_file():
         yield cfg
         return
@@ -143,7 +147,7 @@ def check(given: argparse.Namespace) -> None:
 
 
 def work_of(cfg: Config, given: argparse.Namespace, model: Model) -> Workload:
-    """Makes the workload from the options. Raises InputError for a value that does not fit."""
+    """Builds the workload from the options. Raises InputError for a value that does not fit."""
     limit = min(cfg.sampling.max_response_tokens, cfg.sampling.max_model_len - given.prompt)
     if limit < 2:
         raise InputError(f"--prompt {given.prompt} leaves {limit} tokens for a response")

@@ -91,7 +91,7 @@ class Load:
 
 
 def trainer(method: str, *args):
-    """Calls the trainer of this process, which the first call ("start") makes."""
+    """Calls this process's trainer, which the first call ("start") creates."""
     if method == "start":
         from grpo_async import Trainer
 

@@ -25,7 +25,7 @@ JOBS = ((1, 1), (1, PARTS), (2, 1), (2, PARTS))  # max_lag, parts per step
 
 
 def configured(folder: Path, lag: int, parts: int, steps: int) -> Config:
-    """Makes a student and its teacher, the same random model; no answer changes the student."""
+    """Creates a student and its teacher, the same random model; no answer changes the student."""
     base = real.configured(folder, f"lag{lag}-parts{parts}", real.Job(lag), seed=1)
     model = str(folder / "model")
     shared = {name: getattr(base, name) for name in ("run_dir", "model", "data", "engine")}

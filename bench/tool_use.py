@@ -2,7 +2,7 @@ r"""Teaches a tiny model to use a Python interpreter, with the real vLLM, Ray, s
 
     python bench/tool_use.py FOLDER [STEPS]
 
-Makes a model of a million parameters in the folder, in a minute or two, and trains it on sums, in
+Creates a model of a million parameters in the folder, in a minute or two, and trains it on sums, in
 ten minutes on four cores. The model has imitated a careless teacher, who guesses three sums in ten,
 and in the others skips one in fourteen of the digits that it copies:
 
@@ -92,7 +92,7 @@ def demonstration(a: int, b: int, dice: random.Random) -> list[str]:
 
 
 def make(folder: Path) -> None:
-    """Makes a careless model, and its problems."""
+    """Creates a careless model, and its problems."""
     torch.manual_seed(0)
     torch.set_num_threads(2)
     folder.mkdir(parents=True)
@@ -124,7 +124,7 @@ def report(folder: Path) -> None:
 
 
 def main() -> None:
-    """Makes what is missing, trains, and reports."""
+    """Creates what is missing, trains, and reports."""
     folder = Path(sys.argv[1]).resolve()
     steps = int([*sys.argv, "60"][2])
     if not folder.exists():

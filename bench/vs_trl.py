@@ -8,7 +8,7 @@ batch (16 x 16, one optimizer step) and float32 are the same too. The learning r
 so that the work stays the same, and ours trains on samples whose advantage is zero, as TRL does.
 
 Ours runs as shipped, in a copy of this folder with one more environment. TRL gets its own virtual
-environment ($BENCH_VENV or .venv-bench), which this script makes from requirements/bench.txt.
+environment ($BENCH_VENV or .venv-bench), which this script creates from requirements/bench.txt.
 Its settings are tried for some steps each; the fastest one is measured between two runs of ours.
 """
 
@@ -81,7 +81,7 @@ def run(command: list, folder: Path, env) -> str:
 
 
 def make_inputs(folder: Path) -> None:
-    """Makes a model whose responses average `MEAN` tokens, and 1,024 prompts of 16 to 20."""
+    """Creates a model whose responses average `MEAN` tokens, and 1,024 prompts of 16 to 20."""
     sys.path.insert(0, str(ROOT))
     from launch import tiny_model
 
@@ -99,7 +99,7 @@ def row_of(word: str) -> dict:
 
 
 def save_model(folder: Path, rows: list[dict], **settings) -> None:
-    """Makes a random model that ends an answer to such rows anywhere with equal probability."""
+    """Creates a random model that ends an answer to such rows anywhere with equal probability."""
     import torch
 
     from launch import tiny_model
@@ -117,12 +117,12 @@ def save_model(folder: Path, rows: list[dict], **settings) -> None:
 
 
 def fit_eos(model, prompts, eos: int) -> None:
-    """Sets EOS's embedding so that its probability is 1 / MEAN wherever the model gets to."""
+    """Sets EOS's embedding so that its probability is 1 / MEAN wherever the model ends up."""
     import torch
 
     table_VH = model.get_input_embeddings().weight
     with torch.no_grad():
-        for _ in range(2):  # where it gets to depends on EOS a little
+        for _ in range(2):  # where it ends up depends slightly on EOS
             tokens_BT = model.generate(**prompts, do_sample=True, top_k=0, max_new_tokens=128)
             hidden_BTH = model.model(tokens_BT).last_hidden_state
             h_NH = hidden_BTH[:, prompts["input_ids"].shape[1] :].flatten(0, 1)
@@ -137,7 +137,7 @@ def fit_eos(model, prompts, eos: int) -> None:
 
 
 def install_trl() -> None:
-    """Makes or completes TRL's virtual environment, as launch/setup.sh makes ours."""
+    """Creates or completes TRL's virtual environment, as launch/setup.sh creates ours."""
     scripts = Path(sys.executable).parent
     uv = str(scripts / "uv")
     links = [str(scripts / "pip"), "config", "get", "global.find-links"]
@@ -211,7 +211,7 @@ def run_trl(folder: Path, name: str, steps: int) -> dict:
 
 
 def copy_ours(folder: Path, config: str = OURS, name: str = "vs_trl") -> None:
-    """Makes a user's copy of the program, with an environment that scores by bench/NAME.py."""
+    """Creates a user's copy of the program, with an environment that scores by bench/NAME.py."""
     hidden = shutil.ignore_patterns(".*", "__pycache__", "data", "models", "runs", "tests")
     shutil.copytree(ROOT, folder, ignore=hidden, dirs_exist_ok=True)
     (folder / "envs" / "vowels.py").write_text(ENVIRONMENT.format(name=name))

@@ -78,7 +78,7 @@ CONFIG += 'timeouts = {"start": 180.0, "rollout": 600.0}\n'
 
 
 def make_inputs(folder: Path) -> None:
-    """Makes a user's copy of the program, a random model of a million parameters, and prompts."""
+    """Creates a user's copy of the program, a random model of a million parameters, and prompts."""
     from launch import tiny_model
 
     vs_trl.copy_ours(folder, CONFIG, "vs_trl_async")
@@ -189,7 +189,7 @@ class Tap:
 
 
 def make_worker(job: dict):
-    """Makes TRL's rollout worker with AsyncGRPOConfig's defaults except for `inflight`."""
+    """Creates TRL's rollout worker with AsyncGRPOConfig's defaults except for `inflight`."""
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import async_rollout_worker
 

@@ -45,7 +45,7 @@ TEMPLATE = (
 
 
 def make_inputs(folder: Path, steps: int) -> None:
-    """Makes the model, and the pairs of all steps."""
+    """Creates the model, and the pairs of all steps."""
     import torch
 
     from launch import tiny_model

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PREFILL_MFU = 0.4  # assumed: share of the peak, while an engine reads a prompt
 START_S = 180.0  # assumed: an engine's imports, compilation and CUDA graphs; it reads no weights
-CONNECT_S = 10.0  # assumed: trainer and engines make a process group
+CONNECT_S = 10.0  # assumed: trainer and engines create a process group
 COPY_BYTES_S = 10e9  # assumed: a GPU copies its state to the host
 TAIL = 16  # sequences: an engine with more gains nothing from drafts
 

@@ -84,7 +84,7 @@ class Run:
 
 
 def make_inputs(folder: Path) -> None:
-    """Makes a random model that may end an answer anywhere, and prompts of one length."""
+    """Creates a random model that may end an answer anywhere, and prompts of one length."""
     letters = random.Random(0)
     words = ["".join(letters.choices("abcdefgh", k=WORD)) for _ in range(1024)]
     choice = {"options": [{"A": "a"}, {"B": "b"}], "expected_answer": "A"}
@@ -116,7 +116,7 @@ JOBS = (Job(0), Job(1), Job(2), Job(0, P), Job(1, P), Job(1, kill_after=KILLED[0
 
 
 def configured(folder: Path, name: str, job: Job, seed: int) -> Config:
-    """Returns a run of two engines. All answers are trained on, and the policy never changes."""
+    """Returns a run with two engines. All answers are trained on, and the policy never changes."""
     logs = folder / name / "engines"
     logs.mkdir(parents=True)
     args = {
