@@ -18,7 +18,7 @@ trap 'kill "$routing" 2>/dev/null' EXIT
 read -r told <&3 || fail "no router at $host:$router: is ROUTER_PORT = $router taken?"
 echo "$told"
 echo "services.nemo_gym = (\"http://$host:$head\",)"
-# Gym makes an environment for each server with uv, which is installed next to our Python. The ids
+# Gym creates an environment for each server with uv, which is installed next to our Python. The ids
 # that are trained on do not pass through Gym.
 PATH="$GYM/bin:$PATH:$(dirname "$python")" VIRTUAL_ENV=$GYM "$GYM/bin/ng_run" \
     "+config_paths=[$configs,responses_api_models/vllm_model/configs/vllm_model.yaml]" \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on this machine, in the environment that launch/setup.sh makes.
+# Trains on this machine, in the environment that launch/setup.sh creates.
 #   bash launch/local.sh [CONFIG] [--field value ...]        default: configs/tiny.py
 # A configuration whose name ends in dpo.py or mopd.py runs that file, any other runs grpo_async.py,
 # unless GRPO_PROGRAM names a fork.

@@ -1,7 +1,7 @@
-"""Makes what the default job needs: a tiny language model and problems that it cannot solve yet.
+"""Creates what the default job needs: a tiny language model and problems that it cannot solve yet.
 
     python launch/make_tiny.py              does nothing if models/tiny and data/tiny exist
-    python launch/make_tiny.py --force      makes them again, in less than a minute on a laptop
+    python launch/make_tiny.py --force      recreates them, in less than a minute on a laptop
 
 The problems come from reasoning-gym: spell a word backward, sort numbers up or down. A row puts a
 short rendering of the library's question into `input`, because a prompt is processed again for
@@ -125,9 +125,9 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     is_current = train.exists() and '"exact": true' in train.read_text()
     # The model is written last.
     if is_current and (model_dir / "model.safetensors").exists() and not force:
-        return print("tiny: models/tiny and data/tiny are there already (--force makes them again)")
+        return print("tiny: models/tiny and data/tiny are there already (--force recreates them)")
 
-    print("tiny: making a model and its problems, which takes less than a minute", flush=True)
+    print("tiny: creating a model and its problems, which takes less than a minute", flush=True)
     start, rng = time.monotonic(), random.Random(seed)
     tiny_model.prepare(seed)
     validation = list(itertools.islice(problem_stream(seed + 1, ()), VALIDATION_ROWS))

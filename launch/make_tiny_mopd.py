@@ -1,7 +1,7 @@
-"""Makes what configs/tiny_mopd.py needs: the student of make_tiny.py, and two teachers for it.
+"""Creates what configs/tiny_mopd.py needs: the student of make_tiny.py, and two teachers for it.
 
     python launch/make_tiny_mopd.py            does nothing if all of it exists
-    python launch/make_tiny_mopd.py --force    makes it again, in two minutes on a laptop
+    python launch/make_tiny_mopd.py --force    recreates it, in two minutes on a laptop
 
 Like the student, each teacher learns by imitation, but on other problems. One sees words spelt
 without a slip and numbers sorted carelessly; the other sees the reverse. So each is better than the
@@ -32,12 +32,12 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     folder = root / "models/tiny_mopd"
     lacking = [t for t in TASKS if force or not (folder / t / "model.safetensors").exists()]
     if not lacking:
-        return print("tiny_mopd: its teachers are there already (--force makes them again)")
+        return print("tiny_mopd: its teachers are there already (--force recreates them)")
     rows = make_tiny.problem_stream(seed + 1, ())
     validation = [next(rows) for _ in range(make_tiny.VALIDATION_ROWS)]
     asked = {entry["question"] for entry in validation}
     for number, teacher in enumerate(lacking, seed + 2):
-        print(f"tiny_mopd: making the teacher {teacher}", flush=True)
+        print(f"tiny_mopd: training the teacher {teacher}", flush=True)
         start, rng = time.monotonic(), random.Random(number)
         tiny_model.prepare(number)
         tokenizer = tiny_model.make_tokenizer()

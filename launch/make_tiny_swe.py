@@ -1,7 +1,7 @@
-"""Makes the model, image and rows for configs/tiny_swe.py: the model repairs three small bugs.
+"""Creates the model, image and rows for configs/tiny_swe.py: the model repairs three small bugs.
 
     python launch/make_tiny_swe.py            does nothing if models/tiny_swe exists
-    python launch/make_tiny_swe.py --force    makes all of it again, in a minute on a laptop
+    python launch/make_tiny_swe.py --force    recreates all of it, in a minute on a laptop
 
 The image is a folder with bash, git and a repository of four scripts (launch/tiny_image.py), three
 of which call a wrong function. An episode is a command, and a word after its output:
@@ -74,9 +74,9 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     model_dir, data_dir = root / "models" / "tiny_swe", root / "data" / "tiny_swe"
     # The model is written last.
     if (model_dir / "model.safetensors").exists() and not force:
-        return print("tiny_swe: models/tiny_swe is there already (--force makes it again)")
+        return print("tiny_swe: models/tiny_swe is there already (--force recreates it)")
 
-    print("tiny_swe: making a model, an image and its bugs, which takes a minute", flush=True)
+    print("tiny_swe: creating a model, an image and its bugs, which takes a minute", flush=True)
     start = time.monotonic()
     shutil.rmtree(data_dir, ignore_errors=True)
     bugs = tiny_image.make_bugs(data_dir / "images")

@@ -1,7 +1,7 @@
-"""Makes the model and pairs for configs/tiny_dpo.py: the model calls tools that are not declared.
+"""Creates the model and pairs for configs/tiny_dpo.py: the model calls tools that are not declared.
 
     python launch/make_tiny_tools.py            does nothing if models/tiny_tools exists
-    python launch/make_tiny_tools.py --force    makes all of it again, in two minutes on a laptop
+    python launch/make_tiny_tools.py --force    recreates all of it, in two minutes on a laptop
 
 The problems come from launch/make_tiny.py. Half of the rows declare tools that solve them, and ask
 for the call. The others declare no tools and ask for the answer.
@@ -112,9 +112,9 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     model_dir, data_dir = root / "models" / "tiny_tools", root / "data" / "tiny_tools"
     # The model is written last.
     if (model_dir / "model.safetensors").exists() and not force:
-        return print("tiny_tools: models/tiny_tools is there already (--force makes it again)")
+        return print("tiny_tools: models/tiny_tools is there already (--force recreates it)")
 
-    print("tiny_tools: making a model and pairs, which takes two minutes", flush=True)
+    print("tiny_tools: creating a model and pairs, which takes two minutes", flush=True)
     start, rng = time.monotonic(), random.Random(seed)
     tiny_model.prepare(seed)
     held_out = list(itertools.islice(make_tiny.problem_stream(seed + 1, ()), 256))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that grpo_async needs; does nothing if it is up to date.
+# Creates .venv with everything that grpo_async needs; does nothing if it is up to date.
 #   bash launch/setup.sh            GPU build if nvidia-smi finds a GPU, else the CPU build
 #   DEVICE=cpu bash launch/setup.sh    a .venv keeps its build: another DEVICE is refused
 #   bash launch/setup.sh test       also the tests' libraries

@@ -1,4 +1,4 @@
-"""Checks whether a run may start before it is submitted, and again in its job.
+"""Checks, before a run is submitted and again in its job, whether it may start.
 
     python launch/submit_check.py --config configs/rlvr1.py --run_dir runs/rlvr1 --resume auto ...
     python launch/submit_check.py --node    what differs from node to node: GPUs, driver, compiler

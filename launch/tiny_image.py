@@ -1,4 +1,4 @@
-"""Makes an image, a folder of files, from some of this machine's programs and a small repository.
+"""Creates an image, a folder of files, from some of this machine's programs and a small repository.
 
 launch/make_tiny_swe.py and the tests of agents use it. It holds bash, git, Python, and the programs
 that tools call, in 60 MB.
@@ -21,7 +21,7 @@ AUTHOR = ("-c", "user.name=tiny", "-c", "user.email=tiny@example.com", "-c", "gc
 
 
 def make(root: Path, files: dict[str, str]) -> str:
-    """Makes an image with a repository of these files in /testbed; returns its commit.
+    """Creates an image with a repository of these files in /testbed; returns its commit.
 
     Raises FileNotFoundError if this machine lacks one of PROGRAMS.
     """
@@ -120,7 +120,7 @@ BUGS = {"add": ("minus", "plus", 9), "area": ("plus", "times", 14), "rest": ("ti
 
 
 def make_bugs(images: Path) -> dict[str, dict]:
-    """Makes an image with three bugs in a folder of images; returns a row for each of them."""
+    """Creates an image with three bugs in a folder of images; returns a row for each of them."""
     commit = make(images / FOLDER, FILES)
     return {name: row(images / FOLDER / "testbed", name, commit) for name in BUGS}
 

@@ -1,4 +1,4 @@
-"""Makes tiny language models: a tokenizer, a random Qwen3, and training by imitation.
+"""Creates tiny language models: a tokenizer, a random Qwen3, and training by imitation.
 
 For launch/make_tiny*.py, and for models that bench/ and tests/ train or sample from.
 """
@@ -47,7 +47,7 @@ def make_tokenizer(
     model_max_length: int | None = 256,
     **options,
 ) -> PreTrainedTokenizerFast:
-    """Makes a tokenizer with one token per character, plus the special tokens and the tags."""
+    """Creates a tokenizer with one token per character, plus the special tokens and the tags."""
     vocabulary = {token: i for i, token in enumerate([*special, *tags, *characters])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -68,7 +68,7 @@ def make_tokenizer(
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, **sizes) -> Qwen3ForCausalLM:
-    """Makes a Qwen3, with a million parameters by default.
+    """Creates a Qwen3, with a million parameters by default.
 
     head_dim 32 is the smallest that vLLM's CPU kernels support.
     """
@@ -98,7 +98,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def write_rows(path: Path, rows: Iterable[dict]) -> None:
-    """Writes a JSONL file, and makes its folder."""
+    """Writes a JSONL file, creating its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -9,4 +9,4 @@ trap 'rm -rf "$folder"' EXIT
 git clone --quiet https://github.com/NVIDIA-NeMo/Skills.git "$folder"
 git -C "$folder" checkout --quiet "$commit"
 docker build --tag "$tag" --file "$folder/dockerfiles/Dockerfile.sandbox" "$folder"
-echo "$tag: bash launch/containers/image.sh $tag FILE.sqsh makes the file for SANDBOX_CONTAINER"
+echo "$tag: bash launch/containers/image.sh $tag FILE.sqsh creates the file for SANDBOX_CONTAINER"
