@@ -363,7 +363,7 @@ def samples(paths: list[Path], model: str | None) -> dict:
 
 def unpack(path: Path) -> Iterator[dict]:
     """Yields the first samples of one step's archive; nothing if it is half written."""
-    with suppress(Exception):  # broken bytes raise errors of many types
+    with suppress(Exception):  # corrupt data raises errors of many types
         with np.load(path) as archive:
             a = dict(archive)
         envs = listed(a["env"])

@@ -276,7 +276,7 @@ def traffic_rows(shape: megatron_sizes.Shape, cfg: TrainingSettings, gpu: Gpu) -
     seconds = {k: f"{v:,.2f} s per step" for k, v in pace.traffic_seconds(shape, cfg, gpu).items()}
     nvlink = f"{gpu.nvlink / 1e9:g} GB/s inside a node"
     return [
-        f"sent by a trainer rank; of this, only all-to-alls count in the step; {nvlink}",
+        f"sent by a trainer rank; of this, only all-to-alls count toward the step time; {nvlink}",
         *(row(k, f"{v:,.0f}", f"bytes per token; {seconds[k]}") for k, v in tokens.items()),
         *(row(k, gib(v), f"GiB per update; {seconds[k]}") for k, v in steps.items()),
     ]

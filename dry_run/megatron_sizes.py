@@ -1,6 +1,6 @@
 """Computes the bytes that a policy/megatron rank sends, and its peak, from config.json alone.
 
-Axes:  T places of a packed row   H hidden size   Q, K total width of query heads, of key heads
+Axes:  T positions of a packed row   H hidden size   Q, K total width of query heads, of key heads
        F width inside a feed-forward   k experts per token   V padded vocabulary
        C tokens whose logits exist at once
        b bytes per weight and per activation: 2 on a GPU; 4 on a CPU (float32)
@@ -179,7 +179,7 @@ def key_width(s: Shape, layout: "PolicySettings") -> float:
 
 
 def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
-    """Counts the values that a layer saves for its backward pass, per place of a rank.
+    """Counts the values that a layer saves for its backward pass, per position of a rank.
 
     Its input is not counted. A feed-forward saves 5 F: gate and up, silu(gate), up + 0, their
     product; an expert also the product scaled by its router. On a CPU RMSNorm saves its normalised
@@ -259,7 +259,7 @@ def moments(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> dict[s
     }
     if stage < layout.pp - 1:
         return found
-    # The last norm's input and what it saves; the trained places, gathered, and their gradient.
+    # The last norm's input and what it saves; the trained positions, gathered, and their gradient.
     hidden = b * places * H * ((1 + (b == 4)) / layout.tp + 2)
     return {"at the head": kept + hidden + head_bytes(logprobs.CHUNK, V, H, b)} | found
 
@@ -299,7 +299,7 @@ def ring(n: int) -> float:
 
 
 def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
-    """Returns the bytes that a rank sends per place of its rows, by axis; averages over the stages.
+    """Returns the bytes that a rank sends per position of its rows, by axis: means over stages.
 
     Forward, backward, and forward again with checkpointing. tp: a layer's first matrix gathers its
     input (again in backward, and scatters its gradient), its second scatters its output (and
@@ -330,10 +330,10 @@ def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, flo
 
 
 def mamba_exchange(s: Shape, layout: "PolicySettings", b: int = 2) -> float:
-    """Returns the bytes per place that a rank's Mamba all-to-alls over cp send.
+    """Returns the bytes per position that a rank's Mamba all-to-alls over cp send.
 
-    Gate, x, B, C and dt are exchanged: all places of some heads for some places of all heads; then
-    the output is sent back.
+    Gate, x, B, C and dt are exchanged: all positions of some heads for some positions of all
+    heads; then the output is sent back.
     """
     ranks = layout.tp * layout.cp
     groups = max(s.groups, ranks) * s.state

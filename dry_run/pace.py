@@ -211,10 +211,10 @@ def update_traffic(model: Model, cfg: "TrainingSettings") -> Traffic:
 def traffic_seconds(
     shape: megatron_sizes.Shape, cfg: "TrainingSettings", gpu: Gpu
 ) -> dict[str, float]:
-    """Returns the seconds per step in which a Megatron rank sends, by axis, without overlap.
+    """Returns, by axis, the seconds per step that a Megatron rank spends sending.
 
-    One update of the weights is counted. Ranks are numbered with tp innermost, then cp, replicas,
-    pp; experts are spread over neighbours.
+    No overlap is assumed. One update of the weights is counted. Ranks are numbered with tp
+    innermost, then cp, replicas, pp; experts are spread over neighbours.
     """
     layout = cfg.policy
     tokens = MEAN_SHARE * step_tokens(cfg) / layout.replicas

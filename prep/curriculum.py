@@ -25,7 +25,7 @@ from tqdm import tqdm
 from core.errors import InputError
 from prep import files, mix
 
-FALL = 0.3  # read off the figure of the report
+FALL = 0.3  # read off the figure in the report
 STEEPEST = 0.9  # share of the fall after sorting; beyond it, a batch holds few pass rates
 SWEEPS = 2000  # maximum number of sweeps to find the plan
 TOLERANCE = 1e-3  # tolerance for a batch's mean pass rate, and for the rows with a pass rate

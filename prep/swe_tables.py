@@ -25,7 +25,7 @@ def lists(record: dict[str, Any]) -> list[str]:
         part = record.get(name) or []
         named = json.loads(part) if isinstance(part, str) else part
         if not isinstance(named, list):
-            raise TypeError(f"a list of tests is {named!r}, expected a list of names")
+            raise TypeError(f"{name} = {named!r}: expected a list of test names")
         tests += named
     return tests
 
@@ -77,7 +77,7 @@ def answer(line: str) -> dict[str, str]:
     except ImportError as error:
         return {"why": f"{PACKAGES[kind]} cannot be imported: {error}"}
     except Exception as error:  # from the package's own code
-        return {"why": f"{PACKAGES[kind]} makes no script: {error!r}"}
+        return {"why": f"{PACKAGES[kind]} yields no script: {error!r}"}
 
 
 def main() -> None:

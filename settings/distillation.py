@@ -103,7 +103,9 @@ def check_teachers(cfg: TeacherSettings) -> None:
                 f"teacher_beside has {name!r}, another name of {first!r}: set it for {first!r}"
             )
         if cfg.first_of(host) in cfg.teacher_beside:
-            raise ValueError(f"teacher_beside[{name!r}] = {host!r}, which is beside another")
+            raise ValueError(
+                f"teacher_beside[{name!r}] = {host!r}, which is itself beside another teacher"
+            )
     check_layouts(cfg)
 
 

@@ -69,7 +69,10 @@ def explain(Config: type, error: pydantic.ValidationError) -> str:
 
 
 def group_of(settings: "DataclassInstance", title: str) -> str:
-    """Returns the dotted name and a dot of the group whose class is called `title`; or ""."""
+    """Returns the dotted name of the group whose class is called `title`, followed by a dot.
+
+    Returns "" if there is no such group.
+    """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if is_group(value):

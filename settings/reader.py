@@ -181,7 +181,10 @@ def with_paths(cfg: C) -> C:
 
 
 def check_text(name: str, value: str) -> None:
-    """Raises InputError for text that no path can hold, and for a ~, which shells replace."""
+    """Raises InputError for text that cannot appear in a path, and for a leading ~.
+
+    Only shells expand a ~.
+    """
     if "\0" in value:
         raise InputError(f"{name} = {value!r}: expected text without the character NUL")
     if any("\ud800" <= letter <= "\udfff" for letter in value):
