@@ -10,7 +10,7 @@ rounding. Only sequences whose mean exp|log pi_train - log pi_engine| is at most
 batch gives one update, so the PPO ratio is 1 and is never clipped.
 
 Every RL stage of Nemotron 3 Super, NVIDIA's 120B model with a public recipe, uses this objective.
-The GRPO paper's and some twenty others need only a setting or a few lines: docs/variants.md.
+The GRPO paper's objective and some twenty others need a setting or a few lines: docs/variants.md.
 
 Two loops run at once and meet in a buffer. A group of rollouts belongs to a slot. Slot i is trained
 at step i // P and at no other, and may start as soon as the policy has version i // P - max_lag
@@ -111,7 +111,7 @@ class Advantage:
     clip: tuple[Unbounded, Unbounded] = (-50.0, 50.0)
     """Advantages are clamped to this interval; (-inf, inf) turns clamping off (Nemotron 3 Nano)."""
     overlong_filtering: bool = False
-    """Truncated answers still count in the baseline, but are not trained on."""
+    """Truncated answers still count toward the baseline, but are not trained on."""
     penalties: Penalties = dataclasses.field(default_factory=dict)
     """Flaw -> the advantage of every token in a message with that flaw (Super: -5 each)."""
     low_effort: LowEffort = dataclasses.field(default_factory=LowEffort)
@@ -849,7 +849,7 @@ class Trained(NamedTuple):
     """A rank's results for a batch. Ray keeps the logprobs; the driver fetches the rest."""
 
     metrics: dict[str, float]  # over updates and ranks; the seconds are this rank's
-    mismatch: MismatchTable  # between trainer and engine, by environment, lag and place
+    mismatch: MismatchTable  # between trainer and engine, by environment, lag and position
     logps: np.ndarray  # float32 [T] of all tokens, in the order of the share's places
 
     @classmethod

@@ -264,7 +264,7 @@ class Teacher(Rank):
             for sample in group:
                 sample.teacher_logp_T = np.zeros(len(sample.tokens_T), np.float32)
         for samples, logp_T in zip(packed, logps, strict=True):
-            if not samples:  # a row that only fills up a share
+            if not samples:  # a padding row
                 continue
             ends = np.cumsum([len(sample.tokens_T) for sample in samples])
             for sample, of_sample_T in zip(samples, np.split(logp_T, ends[:-1]), strict=True):
