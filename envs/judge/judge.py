@@ -259,7 +259,7 @@ def said(url: str, completion: Completion) -> str:
         choice = completion["choices"][0]
         ended = choice.get("finish_reason")
         if ended in ("abort", "error"):
-            raise Failed("garbled", f"{url}/chat/completions was given up by the server")
+            raise Failed("garbled", f"{url}/chat/completions was aborted by the server")
         if ended == "length":  # a label in it may be one that the judge was still weighing
             return ""
         text = choice["message"]["content"] or ""
