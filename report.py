@@ -312,7 +312,7 @@ def evenly(items: list[Item], count: int) -> list[Item]:
 
 def rollouts(path: Path) -> dict:
     """Picks whole groups from all of the run, newest first; adds the rollout count and `pairs`."""
-    # A validation comes after the step that made its policy, so it stands before that step here.
+    # A validation comes after the step that produced its policy, so it stands before it here.
     every = sorted(
         groups(path) if path.exists() else (),
         key=lambda group: (-group.step, group.trained, group.slot, group.start),
@@ -362,7 +362,7 @@ def samples(paths: list[Path], model: str | None) -> dict:
 
 
 def unpack(path: Path) -> Iterator[dict]:
-    """Yields the first samples of one step's archive; nothing if it is half written."""
+    """Yields the first samples of one step's archive; nothing if it was only partly written."""
     with suppress(Exception):  # corrupt data raises errors of many types
         with np.load(path) as archive:
             a = dict(archive)

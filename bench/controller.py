@@ -57,7 +57,7 @@ STEP = MEASURED | {"train_seconds": 1.0, "train_tokens": 1.0}, TABLE, []
 
 
 def infos(numbers: np.random.Generator) -> bytes:
-    """Makes a group's SampleInfos, as they arrive over the wire."""
+    """Builds a group's SampleInfos, as they arrive over the wire."""
     lengths = numbers.lognormal(9, 1, SAMPLES).clip(64, LONGEST).astype(int).tolist()
     same = {"has_gradient": True, "oldest_version": 0, "newest_version": 0, "truncated": False}
     return pickle.dumps(

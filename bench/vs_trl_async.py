@@ -333,7 +333,7 @@ def train_ours(job: dict) -> None:
     lines = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
     for row, line in zip(record.steps, lines, strict=True):
         row["sync"] = line["sync_pause"] + line["sync_transfer"] + line["sync_resume"]
-    record.save(f"{line['dropped_prompts']:.0f} prompts given up")
+    record.save(f"{line['dropped_prompts']:.0f} prompts abandoned")
 
 
 # === The comparison ===============================================================================

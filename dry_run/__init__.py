@@ -32,8 +32,9 @@ JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
 def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = None) -> str:
     """Returns the whole table, from the model's config.json and the rows.
 
-    `data` is the rows' summary; if it is None, it is made here. Raises InputError if config.json is
-    missing, if Megatron cannot train the model or the layout, or if a library lacks an argument.
+    `data` is the rows' summary; if it is None, it is computed here. Raises InputError if
+    config.json is missing, if Megatron cannot train the model or the layout, or if a library lacks
+    an argument.
     """
     check_arguments(cfg)
     if not (Path(cfg.model) / "config.json").is_file():

@@ -91,7 +91,7 @@ class Adapters:
             A.copy_(distribute_tensor(whole, A.device_mesh, A.placements, src_data_rank=None))
 
     def weights(self, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the model's own weights in a state dict, by their names in the checkpoint."""
+        """Yields the model's own weights in a state dict, under their names in the checkpoint."""
         for name, tensor in state.items():
             if ".lora_" not in name:
                 yield name.replace(".base_layer.", "."), tensor

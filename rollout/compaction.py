@@ -157,7 +157,7 @@ class Compaction:
 async def prompt_of(
     sampler: "Sampler", messages: list[dict], tools: list | None, said: "Said | None"
 ) -> list[int]:
-    """Renders a prompt; returns [] if it has no room, or if the chat template refuses it."""
+    """Renders a prompt; returns [] if it does not fit, or if the chat template refuses it."""
     try:
         return await rendered(sampler, messages, tools, said)
     except Exception:  # a chat template is the model's own code, and the messages are the policy's

@@ -154,7 +154,7 @@ async def followed(
 ) -> list[Turn]:
     """Awaits the engine's `answer` to request `name`; copies its drafts to `calls[k]` meanwhile.
 
-    Cancels the request if the rollout is given up.
+    Cancels the request if the rollout is abandoned.
     """
     pending = asyncio.ensure_future(answer)
     try:

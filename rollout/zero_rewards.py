@@ -1,4 +1,4 @@
-"""Finds the flaws that cost an episode all of its reward, by their names in a configuration.
+"""Finds the flaws that cost an episode all of its reward, named as in a configuration.
 
     reasoning_is_answer   the answer of a turn repeats its reasoning word for word
     empty_answer          the last turn has neither text nor a call

@@ -368,7 +368,7 @@ def told(hardware: Costs) -> str:
 
 
 def table(folder: Path) -> Iterator[str]:
-    """Makes all runs below a folder; yields the lines to print, as they come."""
+    """Executes all runs below a folder; yields the lines to print, as they come."""
     if torch.cuda.is_available():
         yield "real runs: none, for they need a machine without a GPU, and vLLM's build for CPUs"
         return

@@ -106,7 +106,7 @@ class Log:
             self.note(f"step {step}: {problem}; see docs/debugging.md")
 
     def drop(self, slot: "Slot", prompt: int, row: str, error: BaseException) -> None:
-        """Writes a line for a prompt that was given up: its place in the stream, and the error.
+        """Writes a line for a prompt that was abandoned: its place in the stream, and the error.
 
         Raises the error if it is a RunError: the run must end, and the prompt is not at fault.
         """

@@ -63,7 +63,7 @@ class Station:
         self.working: asyncio.Task | None = None
         self.watching: asyncio.Task | None = None
         self.failures = 0  # number of consecutive failures
-        self.error: RunError | None = None  # set once the teacher is given up
+        self.error: RunError | None = None  # set once the teacher is abandoned
         self.longest = 0.0  # seconds from a group's end to its score, since the last `take`
         self.busy = 0.0  # seconds of scoring since then
 
@@ -75,7 +75,7 @@ class Station:
     async def score(self, group: Group, model: str) -> Group:
         """Returns a group with the logprobs of one of the checkpoints.
 
-        Raises RunError if the teacher is given up.
+        Raises RunError if the teacher is abandoned.
         """
         if self.error:
             raise self.error
@@ -228,7 +228,7 @@ class Teachers:
     async def score(self, group: Group) -> Group:
         """Returns a group whose samples have their teacher's logprobs.
 
-        Raises RunError if the teacher is given up.
+        Raises RunError if the teacher is abandoned.
         """
         info = group.infos[0]
         name = self.cfg.teacher_of(info.env, info.dataset)
