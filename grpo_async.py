@@ -769,7 +769,7 @@ class RolloutWorker(Generic[C]):
         return Rollouts(infos, samples, slot.lines(lines, self.cfg))
 
     def forget(self, slot: Slot, line: int) -> None:
-        """Drops the drafts of a prompt that is given up."""
+        """Drops the drafts of a prompt that is abandoned."""
         self.samplers.drafts.forget(slot, line)
 
 
