@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import math
 import signal
 import threading
@@ -102,14 +103,16 @@ async def in_thread(function: Callable[[*Arguments], T], *args: *Arguments) -> T
     """Runs a function that may block, in a thread of its own.
 
     A function that never returns takes no thread from others, and the process can end without it.
+    It sees the context variables of this task.
     Raises RuntimeError in place of an error that would end the process, such as SystemExit.
     """
     done: concurrent.futures.Future = concurrent.futures.Future()
     done.set_running_or_notify_cancel()
+    context = contextvars.copy_context()
 
     def work() -> None:
         try:
-            done.set_result((function(*args), None))
+            done.set_result((context.run(function, *args), None))
         except BaseException as error:
             done.set_result((None, error))
 

@@ -72,6 +72,7 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     from rollout.episode import Episode
 
     name = row["agent_ref"]["name"]
+    services.ENVIRONMENT.set(name)
     module = environment(name)
     if hasattr(module, "rollout"):
         episodes = await together(module.rollout(row, sampler) for sampler in samplers)
@@ -119,6 +120,7 @@ async def verify(row: dict, response: str) -> Reward:
     is neither a Reward nor a number.
     """
     name = row["agent_ref"]["name"]
+    services.ENVIRONMENT.set(name)
     judge = environment(name).verify
     response = Response.of(response)
     if inspect.iscoroutinefunction(judge):

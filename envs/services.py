@@ -8,8 +8,9 @@ returns the Needs for judging that row.
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from settings.environment_services import Services
 
@@ -52,16 +53,20 @@ class Limits(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Outages and failures of judges and other services, as seen by this process."""
+    """Outages and failures of judges and other services, and starved checks, of this process."""
 
     away: dict[str, str]  # by need, "judges.NAME": its addresses, the time away, the last failure
     failures: Counter[str]  # by "NAME/REASON", since this process started
+    starved: Counter[str] = Counter()  # by "ENV/OUTCOME", since this process started
 
 
 _current = [Services()]
 _limits = [Limits()]
 _granted: list[Callable[[Need], bool]] = []  # predicates set by `granting`
 REPORTS: list[Callable[[], Report]] = []  # report functions of the imported mechanisms
+_starved: Counter[str] = Counter()  # checks of this process that starved, by "ENV/OUTCOME"
+# `agent_ref.name` of the row that this task judges. Tasks and threads that it starts inherit it.
+ENVIRONMENT: ContextVar[str] = ContextVar("ENVIRONMENT", default="none")
 
 
 def configure(services: Services, limits: Limits | None = None) -> None:
@@ -109,12 +114,20 @@ def granting(is_granted: Callable[[Need], bool]) -> Iterator[None]:
         _granted.remove(is_granted)
 
 
+def count_starved(outcome: Literal["timeout", "error"]) -> None:
+    """Counts a check of this task's environment that other processes kept from the CPUs.
+
+    The outcome is "timeout" if the answer counts as too slow, or "error" if it has no verdict.
+    """
+    _starved[f"{ENVIRONMENT.get()}/{outcome}"] += 1
+
+
 def report() -> Report:
-    """Returns the combined report of all mechanisms."""
+    """Returns the combined report of all mechanisms, and the starved checks."""
     away: dict[str, str] = {}
     failures: Counter[str] = Counter()
     for report_of_mechanism in REPORTS:
         found = report_of_mechanism()
         away |= found.away
         failures += found.failures
-    return Report(away, failures)
+    return Report(away, failures, _starved.copy())

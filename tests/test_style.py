@@ -236,7 +236,7 @@ def metric_keys() -> set[str]:
     keys |= set(rollout_metrics([infos], 0))
     keys |= set(validation_metrics([infos[:1] * 2], 2, 1))
     outages = Outages()
-    outages.receive("worker", Report({}, Counter({"judge/reason": 1})))
+    outages.receive("worker", Report({}, Counter({"judge/reason": 1}), Counter({"env/error": 1})))
     outages.earlier = 1.0
     keys |= {key.partition("/")[0] for key in outages.meters()} | {*StepInParts().seconds}
     # Those by environment and data set are the same metrics again.

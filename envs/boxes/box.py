@@ -293,7 +293,7 @@ class Box:
             await asyncio.sleep(SOON)
 
     def _passed(self, clock: Clock, seconds: float) -> str:
-        """Returns the limit a command exceeded, or "". Raises CheckerError if it was starved."""
+        """Returns the limit a command exceeded, or "". Raises CheckerError if it starves."""
         layer = self._layer()
         limits = Limits(seconds, self.size.memory - layer, self.size.processes)
         ended = clock.verdict(limits)

@@ -46,12 +46,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from envs.sandbox.interpreter import fork, oom_kills, refuse_calls
+from envs import services
+from envs.sandbox.interpreter import ENOUGH, fork, oom_kills, refuse_calls
 from envs.sandbox.outcome import OOM
 from envs.sandbox.sandbox import around
 from envs.services import CheckerError
 
-DEADLINE = 10.0  # CPU seconds per check; three times as many wall-clock seconds
+DEADLINE = 10.0  # CPU seconds per check
+WALL = 3  # wall-clock seconds per CPU second; a check that takes longer starves
 PATIENCE = 0.5  # CPU seconds; a longer check restarts in the slow lane
 START_DEADLINE = 120.0  # seconds; a server needs about one second of CPU
 TICK = 0.1  # seconds between the times at which a warden examines a check
@@ -73,6 +75,7 @@ libc = ctypes.CDLL(None)
 prctl = libc.prctl  # its options are numbered in linux/prctl.h
 TIMEOUT = {"value": 0.0, "reason": "timeout"}
 STARVED = {"failed": "starved of CPU"}
+LATE = TIMEOUT | {"starved": True}  # it starved, but had used ENOUGH of its deadline
 
 
 class Checkers:
@@ -99,15 +102,22 @@ class Checkers:
         """Returns the function's verdict on `request`, or value 0.0 with reason "timeout".
 
         `deadline` is in seconds of CPU time or of sleep; waits for a free child or a CPU do not
-        count. The verdict is value 0.0 with reason "crashed the checker" if a warden sees the check
-        die twice, and survive an empty `text`. Raises CheckerError if there is no verdict.
+        count. A check that starves of CPU is a timeout if it has used half of its deadline, and an
+        error if it has not; both are counted. The verdict is value 0.0 with reason "crashed the
+        checker" if a warden sees the check die twice, and survive an empty `text`. Raises
+        CheckerError if there is no verdict.
         """
         import asyncio  # slower to import than everything else that the registry imports with this
 
         for lane, limit in ((self.quick, min(PATIENCE, deadline)), (self.slow, deadline)):
             verdict = await asyncio.wrap_future(lane.submit(self._run, limit, request))
-            if verdict not in (TIMEOUT, STARVED) or limit == deadline:
+            if verdict not in (TIMEOUT, LATE, STARVED) or limit == deadline:
                 break
+        if verdict == LATE:
+            services.count_starved("timeout")
+            return dict(TIMEOUT)
+        if verdict == STARVED:
+            services.count_starved("error")
         if "failed" in verdict:
             raise CheckerError(f"{self.factory}: {verdict['failed']}, no verdict")
         return verdict
@@ -135,7 +145,7 @@ class Checkers:
         warden = getattr(self.own, "warden", None) or self._warden()
         self.own.warden = None
         try:
-            verdict = warden.ask(json.dumps([deadline, request]), 4 * deadline + GRACE)
+            verdict = warden.ask(json.dumps([deadline, request]), (WALL + 1) * deadline + GRACE)
         except TimeoutError:  # it would have answered, had it been given a CPU
             with contextlib.suppress(ProcessLookupError):
                 os.kill(warden.pid, signal.SIGKILL)
@@ -408,7 +418,7 @@ def watch(
     received: bytearray,
     token: bytes,
 ) -> dict:
-    """Returns {} once the verdict is whole or the process has ended, or TIMEOUT or STARVED.
+    """Returns {} once the verdict is whole or the process has ended, or TIMEOUT, LATE or STARVED.
 
     Collects the check's output in the meantime, because a long verdict would not fit into the
     channel. Ends this process if the parent is gone.
@@ -437,8 +447,8 @@ def watch(
             sys.exit()
         if spent >= deadline:
             return TIMEOUT
-        if now - began > 3 * deadline:
-            return STARVED
+        if now - began > WALL * deadline:
+            return LATE if spent >= ENOUGH * deadline else STARVED
     return {}
 
 

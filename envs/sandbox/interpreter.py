@@ -62,6 +62,9 @@ NOSUID_NODEV = 2 | 4  # flags of mount
 FOLDERS = ("/work", "/tmp", "/dev/shm")
 LOOK = 0.02  # seconds between two checks of a program
 PAUSE = 0.2  # maximum seconds counted between two checks; more means that something stood still
+SHARE = 5  # seconds per second of a program's deadline, if other processes keep processors busy
+# A check that starves of CPU is a timeout of the answer if it has used this share of its deadline.
+ENOUGH = 0.5
 PAGE = 4096  # minimum bytes that a file in memory takes up
 OTHER, DIED = 2, 3  # exit codes: ended for another reason; its child was killed by a program
 MOMENTARY = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -298,7 +301,7 @@ def serve(
         if not pid:
             libc.prctl(DUMPABLE, 1)
             run(request["source"], files, bounds, program)
-        ended = "time" if watches and not ends(pid, limits["seconds"]) else ""
+        ended = watch(pid, limits["seconds"]) if watches else ""
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         clear(contained, pid)
         size, errors = (os.fstat(file).st_size for file in files[1:])
@@ -333,13 +336,14 @@ def fork() -> int:
     return os.fork()
 
 
-def ends(pid: int, seconds: float) -> bool:
+def watch(pid: int, seconds: float) -> str:
     """Waits for a program; kills it after `seconds`, not counting time spent waiting for a CPU.
 
-    Returns whether it ended by itself.
+    Returns "" if it ended by itself, "time" if it was killed, and "late" if it was killed earlier,
+    because it had starved of CPU and used ENOUGH of its time.
     """
     spent = 0.0
-    before = time.monotonic()
+    began = before = time.monotonic()
     queued = queues(pid)
     while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         now = time.monotonic()
@@ -349,11 +353,12 @@ def ends(pid: int, seconds: float) -> bool:
         spent += max(0.0, min(now - before, PAUSE) - waited)
         before = now
         queued = found
-        if spent > seconds:
+        late = now - began > SHARE * seconds and spent >= ENOUGH * seconds
+        if spent > seconds or late:
             os.kill(pid, signal.SIGKILL)
-            return False
+            return "time" if spent > seconds else "late"
         time.sleep(LOOK)
-    return True
+    return ""
 
 
 def queues(pid: int) -> dict[str, float]:

@@ -67,7 +67,7 @@ class Report(TypedDict):
 
 
 def reported(reply: Report, seconds: float) -> Ran:
-    """Returns the outcome that envs/sandbox/interpreter.py reports; `ended` may be "oom".
+    """Returns the outcome that envs/sandbox/interpreter.py reports; `ended` may be "oom" or "late".
 
     Raises LookupError, TypeError or ValueError if the report is malformed.
     """

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from envs import services
 from envs.sandbox import service, user_limit
-from envs.sandbox.interpreter import oom_kills, seccomp_filter
+from envs.sandbox.interpreter import ENOUGH, oom_kills, seccomp_filter
 from envs.sandbox.outcome import OOM, REFUSED, Limits, Ran, refusals
 from envs.sandbox.user_limit import FULL, OWN
 from envs.services import CheckerError, current
@@ -328,13 +328,21 @@ class Clock:
         self.memory = pages * os.sysconf("SC_PAGESIZE")
 
     def verdict(self, limits: Limits) -> str:
-        """Returns the exceeded limit, or "". Raises CheckerError if the run was starved."""
+        """Returns the limit that was exceeded, or "".
+
+        A run that starves of CPU has exceeded the limit "time" if it has used half of it. Raises
+        CheckerError if it has not. Both are counted.
+        """
         self.look(limits.processes + OWN)
         if self.processes > limits.processes + OWN:
             return "processes"
         if self.spent > limits.seconds:
             return "time"
         if self.before - self.began > PATIENCE * limits.seconds:
+            if self.spent >= ENOUGH * limits.seconds:
+                services.count_starved("timeout")
+                return "time"
+            services.count_starved("error")
             raise CheckerError(
                 f"a run got a processor for only {self.spent:.1f} s in {PATIENCE} times "
                 f"its deadline of {limits.seconds:g} s"

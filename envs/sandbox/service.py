@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Literal, NotRequired, TypedDict
 
 from core.http import Broken, directly, whole
-from envs.sandbox.interpreter import SENT, STDERR
+from envs.sandbox.interpreter import SENT, SHARE, STDERR
 from envs.sandbox.outcome import Limits, Ran, reported
-from envs.services import CheckerError
+from envs.services import CheckerError, count_starved
 from settings.environment_services import is_address
 
 GRACE = 30.0  # seconds that an answer may be late
@@ -29,7 +29,6 @@ AWAY = 900.0  # seconds that the service may be away
 # Seconds that it may take to answer before a run starts. A job fetches the service's image first.
 STARTS = 300.0 if "SLURM_JOB_ID" in os.environ else 60.0
 START = 20.0  # seconds that a Python there may take to start
-SHARE = 5  # wall-clock seconds per second of processor time, if other processes keep the CPUs busy
 HEADER = "X-Session-ID"  # also selects the service's worker
 # Prints how many processes the kernel has killed for lack of memory.
 COUNT = "print(*(line for line in open('/proc/vmstat') if line.startswith('oom_kill ')))"
@@ -93,6 +92,7 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
     allowed = limits._replace(seconds=seconds, output=longest)
     reply = await execute(url, code, "python", request, allowed)
     if reply["process_status"] == "timeout":
+        count_starved("error")
         raise CheckerError(f"the sandbox service at {url} gave no outcome in {seconds:g} s")
     if "Traceback" in reply["stderr"]:  # the interpreter's: a program's is in its outcome
         raise CheckerError(
@@ -101,7 +101,12 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
     begun, _, line = reply["stdout"].partition("\n")
     with contextlib.suppress(ValueError, LookupError, TypeError):
         outcome = reported(json.loads(line), time.monotonic() - began)
-        return outcome if begun == "ready" and outcome.ended != "oom" else None
+        if begun != "ready" or outcome.ended == "oom":
+            return None
+        if outcome.ended == "late":
+            count_starved("timeout")
+            return outcome._replace(ended="time")
+        return outcome
     return None
 
 

@@ -81,7 +81,7 @@ class Crew:
     def __init__(self, cfg: RunSettings, cluster: Cluster):
         self.cfg = cfg
         self.cluster = cluster
-        self.outages: Outages | None = None  # set at the first report of an outage or a failed call
+        self.outages: Outages | None = None  # set at the first report that is not empty
         self.ranks: dict[ActorHandle, int] = {}  # living worker -> its number
         self.started: set[ActorHandle] = set()  # the workers that have answered once
         self.watches: set[asyncio.Task] = set()
@@ -149,8 +149,8 @@ class Crew:
         return worker in self.ranks
 
     def receive(self, worker: "ActorHandle", report: services.Report) -> None:
-        """Notes which outside servers a worker reports as away, and its failed calls."""
-        if not self.outages and (report.away or report.failures):
+        """Notes which outside servers a worker reports as away, failed calls, starved checks."""
+        if not self.outages and any(report):
             self.outages = Outages()
         if self.outages:
             self.outages.receive(worker, report)
@@ -292,5 +292,5 @@ class Dispatcher:
         return f"{self.census()}; {away}" if away else self.census()
 
     def meters(self) -> dict[str, float]:
-        """Returns metrics of the judges since the last call: seconds away, failures by reason."""
+        """Returns metrics of judges and starved checks since the last call."""
         return self.crew.outages.meters() if self.crew.outages else {}

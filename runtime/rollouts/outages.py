@@ -1,4 +1,7 @@
-"""Holds the run while servers are away, as rollout workers report them: no deadline runs then."""
+"""Holds the run while servers are away, as rollout workers report them: no deadline runs then.
+
+Also adds up the failed calls and the starved checks that the workers report.
+"""
 
 import asyncio
 import time
@@ -24,6 +27,7 @@ class Outages:
         self.reports: dict[ActorHandle, Report] = {}  # by worker
         self.troubled: dict[ActorHandle, dict[str, str]] = {}  # reports of what is away, by worker
         self.failures: Counter[str] = Counter()  # by "NAME/REASON", since the last `meters`
+        self.starved: Counter[str] = Counter()  # by "ENV/OUTCOME", since the last `meters`
         self.since: float | None = None  # when the current outage was first reported
         self.earlier = 0.0  # seconds of past outages
         self.metered = 0.0  # seconds that `meters` has returned so far
@@ -32,13 +36,13 @@ class Outages:
 
     def receive(self, worker: "ActorHandle", report: Report) -> None:
         """Notes a worker's report."""
-        old = self.reports.get(worker)
+        known = self.reports.get(worker) or Report({}, Counter())
         self.reports[worker] = report
         self.troubled.pop(worker, None)
         if report.away:
             self.troubled[worker] = report.away
-        known = old.failures if old else Counter()
-        self.failures += report.failures - known
+        self.failures += report.failures - known.failures
+        self.starved += report.starved - known.starved
         self.look()
 
     def forget(self, worker: "ActorHandle") -> None:
@@ -102,7 +106,7 @@ class Outages:
             await asyncio.sleep(LOOK_SECONDS)
 
     def meters(self) -> dict[str, float]:
-        """Returns the seconds without a server and the failed calls since the last call.
+        """Returns seconds without a server, failed calls and starved checks since the last call.
 
         A count of 0 is left out.
         """
@@ -112,7 +116,10 @@ class Outages:
         found: dict[str, float] = {}
         for name, count in self.failures.items():
             found[f"judge_failures/{name}"] = float(count)
+        for name, count in self.starved.items():
+            found[f"starved_checks/{name}"] = float(count)
         self.failures = Counter()
+        self.starved = Counter()
         if away:
             found["judge_seconds_away"] = away
         return found

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from envs import Reward, registry
+from envs import Reward, registry, services
 from rollout.episode import Episode, Turn
 
 PARAMS = {"input": [{"role": "user", "content": "1 + 1?"}], "tools": ["t"]}
@@ -100,6 +100,21 @@ def test_a_verdict_may_be_a_number_or_a_reward(environment, verdict, reward, is_
     assert asyncio.run(registry.verify(ROW, "four")) == reward
     (episode,) = run([Scripted()])
     assert episode.reward == reward
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_check_that_starves_is_counted_for_its_environment(environment, is_async):
+    def verify(row, response):
+        services.count_starved("timeout")
+        return 0.0
+
+    async def later(row, response):
+        return verify(row, response)
+
+    environment(verify=later if is_async else verify)
+    before = services.report().starved
+    run([Scripted()])
+    assert services.report().starved - before == {"mine/timeout": 1}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
+from envs.maths import math
 from envs.sandbox import checkers
 
 
@@ -78,6 +80,31 @@ def make_crowded_check():
     os.fork = fork
     time.sleep = lambda seconds: None
     return make_check()
+
+
+def starve(percent: int) -> None:
+    """From now on a second passes at each look at a check, which gets a share of the processor."""
+    now = [0.0]
+
+    def clock(pid: int) -> tuple[float, float, bool]:
+        now[0] += 1.0
+        return now[0] * percent / 100, now[0], False
+
+    checkers.clock = clock
+    checkers.TICK = 0.01
+    checkers.time = SimpleNamespace(monotonic=lambda: now[0], process_time=time.process_time)
+
+
+def make_late_check():
+    """Maths that gets 6 of its 10 seconds of CPU in the 30 that it may take."""
+    starve(20)
+    return math.make_check()
+
+
+def make_starved_check():
+    """Maths that gets 3 of its 10 seconds."""
+    starve(10)
+    return math.make_check()
 
 
 def make_orphaned_check():

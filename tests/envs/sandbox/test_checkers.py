@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from envs import services
+from envs import Reward, registry, services
+from envs.maths import math
 from envs.sandbox import checkers, sandbox
 from envs.sandbox.checkers import Checkers
+from rollout.response import Response
 from settings.environment_services import Services
 from support.loop import at_once
 
@@ -305,13 +307,24 @@ def test_a_check_that_others_keep_from_a_cpu_gets_more_time(evaluating):
         assert evaluating(text) == {"value": 0.25}
 
 
-def test_a_check_that_gets_no_cpu_is_an_error_and_no_reward(evaluating):
-    """A sixth of a core is half a second of CPU in thrice the deadline of 1 s."""
-    core = min(os.sched_getaffinity(0))
-    text = code("import os", f"os.sched_setaffinity(0, [{core}])", "while True: pass")
-    with burning(core, 5), pytest.raises(services.CheckerError, match="starved of CPU"):
-        evaluating(text)
-    assert evaluating("1") == {"value": 1.0}
+@pytest.mark.parametrize(
+    ("factory", "outcome"), [("make_late_check", "timeout"), ("make_starved_check", "error")]
+)
+def test_a_check_that_starves_is_a_timeout_once_half_of_its_deadline_is_used(
+    monkeypatch, factory, outcome
+):
+    """Both are counted for the environment."""
+    pool = Checkers(f"support.evaluating:{factory}", children=1)
+    monkeypatch.setattr(math, "checkers", pool)
+    before = services.report().starved
+    row = {"agent_ref": {"name": "math"}, "expected_answer": "2"}
+    bomb = registry.verify(row, Response.of(HANGS))
+    if outcome == "timeout":
+        assert asyncio.run(bomb) == Reward(0.0, {"reason": "timeout"})
+    else:
+        with pytest.raises(services.CheckerError, match="starved of CPU"):
+            asyncio.run(bomb)
+    assert services.report().starved - before == {f"math/{outcome}": 1}
 
 
 def test_a_warden_that_stands_still_is_an_error_and_no_reward(evaluating, monkeypatch):

@@ -137,7 +137,7 @@ async def test_a_program_that_is_killed_at_a_service(tmp_path, victim):
     """Alone, or with its interpreter. The kernel counts it."""
     counter = tmp_path / "vmstat"
     kills = itertools.count()
-    forked = '        ended = "time" if watches'
+    forked = '        ended = watch(pid, limits["seconds"])'
     slow = f"import time; time.sleep(5); {SQUARE}"  # or it may have ended before it is killed
     assert forked in service.TEXT
 

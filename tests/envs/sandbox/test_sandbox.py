@@ -397,6 +397,24 @@ def test_a_pause_of_this_process_is_no_sleep_of_a_run():
         sleeping.kill()
 
 
+@pytest.mark.parametrize("spent", [1.0, 0.9])
+def test_a_run_that_starves_is_too_slow_once_half_of_its_deadline_is_used(monkeypatch, spent):
+    clock = sandbox.Clock(os.getpid())
+    monkeypatch.setattr(clock, "look", lambda most: None)
+    clock.spent = spent
+    clock.before = clock.began + 5 * 2
+    assert not clock.verdict(Limits(seconds=2))
+    clock.before += 1
+    before = services.report().starved
+    if spent == 1:
+        assert clock.verdict(Limits(seconds=2)) == "time"
+    else:
+        with pytest.raises(CheckerError, match="processor for 0.9 s of 5 times its deadline of 2"):
+            clock.verdict(Limits(seconds=2))
+    outcome = "timeout" if spent == 1 else "error"
+    assert services.report().starved - before == {f"none/{outcome}": 1}
+
+
 @contained
 def test_a_run_that_is_given_up_leaves_nothing():
     before = children()

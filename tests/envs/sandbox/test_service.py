@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import os
 import random
 import subprocess
@@ -118,9 +119,9 @@ def test_a_pause_of_the_machine_is_no_time_of_a_program(monkeypatch):
     clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
     monkeypatch.setattr(interpreter, "time", clock)
     with subprocess.Popen(["sleep", "0.5"]) as process:
-        assert interpreter.ends(process.pid, 5.0)
+        assert interpreter.watch(process.pid, 5.0) == ""
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert not interpreter.ends(process.pid, 0.3)
+        assert interpreter.watch(process.pid, 0.3) == "time"
 
 
 def test_a_thread_that_waited_and_ended_costs_a_program_no_time(monkeypatch):
@@ -128,7 +129,40 @@ def test_a_thread_that_waited_and_ended_costs_a_program_no_time(monkeypatch):
     found = iter([{"first": 0.0, "second": 0.0}, {"first": 0.0, "second": 100.0}])
     monkeypatch.setattr(interpreter, "queues", lambda _: next(found, {"first": 0.0}))
     with subprocess.Popen(["sleep", "0.5"]) as process:
-        assert interpreter.ends(process.pid, 5.0)
+        assert interpreter.watch(process.pid, 5.0) == ""
+
+
+@pytest.mark.parametrize(("percent", "ended", "looks"), [(50, "time", 20), (15, "late", 50)])
+def test_a_program_that_starves_is_late_once_half_of_its_deadline_is_used(
+    monkeypatch, percent, ended, looks
+):
+    """Its clock gains a tenth of a second at each look, of which it gets a share."""
+    past = itertools.count()
+    queued = itertools.count()
+    seconds = SimpleNamespace(monotonic=lambda: next(past) / 10, sleep=lambda _: None)
+    monkeypatch.setattr(interpreter, "time", seconds)
+    waits = (100 - percent) / 1000
+    monkeypatch.setattr(interpreter, "queues", lambda _: {"first": next(queued) * waits})
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert interpreter.watch(process.pid, 1.0) == ended
+    assert next(past) == pytest.approx(looks, abs=3)
+
+
+async def test_a_program_that_starves_at_the_service_is_counted(monkeypatch):
+    reply = {"process_status": "completed", "stderr": ""}
+
+    async def execute(*_) -> dict:
+        return reply
+
+    monkeypatch.setattr(service, "execute", execute)
+    before = services.report().starved
+    late = {"stdout": "", "stderr": "", "code": -9, "ended": "late"}
+    reply["stdout"] = f"ready\n{json.dumps(late)}\n"
+    assert (await service.program("http://h:1", "", "", LIMITS)).ended == "time"
+    reply["process_status"] = "timeout"
+    with pytest.raises(CheckerError, match="gave no outcome in"):
+        await service.program("http://h:1", "", "", LIMITS)
+    assert services.report().starved - before == {"none/timeout": 1, "none/error": 1}
 
 
 async def test_a_file_that_a_program_left_is_no_module_of_the_next(monkeypatch, tmp_path):

@@ -428,6 +428,12 @@ def test_a_record_names_the_step_or_the_evaluation():
     assert Slot(7, 0).record(4) == {"step": None, "slot": 7, "evaluation": 0}
 
 
+async def test_starved_checks_reach_the_metrics(monkeypatch):
+    setting = Setting(monkeypatch)
+    setting.dispatcher.crew.receive("worker", WELL._replace(starved=Counter({"math/error": 2})))
+    assert setting.dispatcher.meters() == {"starved_checks/math/error": 2.0}
+
+
 async def test_a_late_report_of_a_worker_that_was_given_up_begins_no_outage(monkeypatch):
     """Two health checks of one worker: the first one times out, then the second is answered."""
     setting = Setting(monkeypatch, answer=0.2)

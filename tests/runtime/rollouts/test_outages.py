@@ -74,6 +74,16 @@ def test_a_judge_that_comes_and_goes_is_told_of_once_a_minute(clock, capsys):
     assert told.count("all answer again, after 8 s") == 3 and found.seconds() == 144
 
 
+def test_starved_checks_are_counted_from_step_to_step():
+    found = Outages()
+    found.receive("a", Report({}, Counter(), Counter({"math/timeout": 3})))
+    found.receive("b", Report({}, Counter(), Counter({"math/timeout": 1, "code/error": 2})))
+    counts = {"starved_checks/math/timeout": 4.0, "starved_checks/code/error": 2.0}
+    assert found.meters() == counts and found.meters() == {}
+    found.receive("a", Report({}, Counter(), Counter({"math/timeout": 4})))
+    assert found.meters() == {"starved_checks/math/timeout": 1.0}
+
+
 def test_failures_and_seconds_are_counted_from_step_to_step(clock):
     found = Outages()
     assert found.meters() == {}
