@@ -10,10 +10,9 @@ A run has limits on processor time, memory, processes, file sizes, open files an
 deadline after which all processes that it started are killed. Waiting for a free place, or for a
 busy processor, does not count against the deadline.
 
-Known fault: bubblewrap is tied to this process only some milliseconds after its start. If this
-process is killed before that, the run continues without a deadline: this happened to 7 of 40 runs
-whose worker was killed in their first 30 ms. A command in a box (envs/boxes/box.py) has no such
-gap.
+A run does not outlive this process, even if this process is killed while the run starts: bubblewrap
+is tied to its parent only some milliseconds later, so its parent is a guard
+(envs/sandbox/guard.py).
 """
 
 import asyncio
@@ -26,6 +25,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -44,6 +44,7 @@ from envs.sandbox.user_limit import FULL, OWN
 from envs.services import CheckerError, current
 
 log = logging.getLogger(__name__)
+GUARD = Path(__file__).with_name("guard.py").read_text(encoding="utf-8")
 TICK = 0.5  # seconds between two checks of a run
 NOBODY = ["--reuid", "65534", "--regid", "65534", "--clear-groups"]
 CALLS = seccomp_filter(memory=False)  # system calls that a command may not make
@@ -411,13 +412,22 @@ async def run(
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(text, encoding="utf-8", errors="surrogatepass")
             command = [*user_limit.lifted(), *limited(limits), *argv]
+        ours, theirs = map(stack.enter_context, socket.socketpair())
+        ours.setblocking(False)
+        guarded = [*python(), "-c", GUARD, str(theirs.fileno()), *command]
         async with place():
-            passed = [status, calls, *contents.values()]
+            passed = [status, calls, *contents.values(), theirs.fileno()]
             killed = oom_kills()
             refused = refusals()
             full = user_limit.full(limits, bool(root))
-            process = await start(command, stdin=given, pass_fds=passed, cwd=folder)
+            process = await start(guarded, stdin=given, pass_fds=passed, cwd=folder)
             ran = await finish(process, limits)
+        said = b""
+        with contextlib.suppress(BlockingIOError):
+            said = ours.recv(1000)
+        if not ran.ended and said != b".":
+            why = said.decode("utf-8", "replace") or ran.stderr
+            raise CheckerError(f"the guard of a run did not start it: {why}")
         if oom_kills() > killed:  # the run, or a process that it started
             raise CheckerError(OOM)
         if refusals() > refused:

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import pytest
 
 from envs import services
 from envs.coding import code
-from envs.sandbox import programs, sandbox, shell
+from envs.sandbox import programs, sandbox, shell, user_limit
 from envs.sandbox.checkers import Checkers
 from envs.sandbox.programs import Interpreter
 from envs.sandbox.sandbox import Limits, Ran
@@ -24,6 +25,7 @@ from settings.environment_services import Services
 from support.box_images import make_image
 from support.hostile_programs import ESCAPES
 from support.loop import at_once
+from support.program import ROOT
 
 contained = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
 QUICK = Limits(seconds=1.0, memory=1 << 30)
@@ -413,6 +415,81 @@ def test_a_run_that_starves_is_too_slow_once_half_of_its_deadline_is_used(monkey
             clock.verdict(Limits(seconds=2))
     outcome = "timeout" if spent == 1 else "error"
     assert services.report().starved - before == {f"none/{outcome}": 1}
+
+
+WORKER = """
+import asyncio, os, signal, sys, time
+from envs import services
+from envs.sandbox import sandbox
+from settings.environment_services import Services
+
+services.configure(Services(sandbox=sys.argv[1]))
+start = sandbox.start
+
+async def killed(*given, **options):
+    await start(*given, **options)
+    time.sleep(float(sys.argv[2]) / 1000)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+sandbox.start = killed
+asyncio.run(sandbox.run(["sleep", sys.argv[3]]))
+"""
+
+
+def having(word: str) -> list[int]:
+    """The processes with this word in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word in path.read_text().split("\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["bubblewrap", "unsafe"])
+def test_a_run_does_not_outlive_a_worker_that_is_killed_while_it_starts(mode):
+    """After so many milliseconds."""
+    services.configure(Services(sandbox=mode))
+    if problem := sandbox.problem():
+        pytest.skip(problem)
+    seconds = str(10_000_000 + os.getpid())  # no other process sleeps for as long
+    try:
+        for after in (0, 1, 2, 4, 8, 15, 22, 30):
+            worker = [sys.executable, "-c", WORKER, mode, str(after), seconds]
+            assert subprocess.run(worker, cwd=ROOT, check=False).returncode == -signal.SIGKILL
+        until = time.monotonic() + 60
+        while having(seconds) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert having(seconds) == []
+    finally:
+        services.configure(Services())
+        for pid in having(seconds):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contained
+@pytest.mark.parametrize("backend", ["bubblewrap", "unsafe"])
+def test_a_run_that_its_guard_cannot_start_has_no_outcome(monkeypatch, backend):
+    monkeypatch.setattr(sandbox, "isolates", lambda: backend)
+    with monkeypatch.context() as absent:
+        absent.setattr(user_limit, "lifted", lambda: ["no-such-program"])
+        with pytest.raises(CheckerError, match="did not start it: no-such-program: .*No such"):
+            run(["true"])
+    monkeypatch.setattr(sandbox, "GUARD", "import no_such_module")
+    with pytest.raises(CheckerError, match="(?s)did not start it: .*no_such_module"):
+        run(["true"])
+
+
+@contained
+@pytest.mark.parametrize("backend", ["bubblewrap", "unsafe"])
+def test_a_run_ends_as_its_command_does(monkeypatch, backend):
+    """By its code or its signal, with the default reaction to signals that Python ignores."""
+    monkeypatch.setattr(sandbox, "isolates", lambda: backend)
+    assert run(["sh", "-c", "exit 3"]).code == 3
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGPIPE):
+        ended = 128 + number if backend == "bubblewrap" else -number
+        assert run(["sh", "-c", f"kill -{number:d} $$"]).code == ended
 
 
 @contained
