@@ -76,8 +76,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     """
     if lines := data.skipped(terminalreporter.stats.get("skipped", [])):
         terminalreporter.section(f"{len(lines)} tests were skipped: ../shared/data is absent")
-        terminalreporter.write_line("
-".join(lines))
+        terminalreporter.write_line("\n".join(lines))
     seed = terminalreporter.config.getoption("randomly_seed", None)
     terminalreporter.write_line(f"random order: -p randomly --randomly-seed={seed}")
     seconds: Counter = Counter()
