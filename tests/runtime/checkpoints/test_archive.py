@@ -73,6 +73,21 @@ def test_experts_survive_a_file(tmp_path):
         assert np.array_equal(new.routes_T, old.routes_T) and new.routes_T.dtype == np.int16
 
 
+def test_samples_with_sets_of_tokens_and_without_share_a_file(tmp_path):
+    random, path = np.random.default_rng(0), str(tmp_path / "groups.npz")
+    counts = [[2, 1], [0, 0], [0, 3]]
+    group = [make_sample(random, 2)]
+    for allowed_T in counts:
+        ids_M = random.integers(0, 99, sum(allowed_T)).astype(np.int32)
+        group.append(
+            make_sample(random, 2, allowed_T=np.array(allowed_T, np.int32), allowed_M=ids_M)
+        )
+    write_groups(path, [(0, 0, 1)], [], group)
+    _, (without, *read) = read_groups(path)
+    assert len(without.allowed_M) == 0 and (without.allowed_T == -1).all()
+    assert all(map(same, group[1:], read))
+
+
 @pytest.mark.parametrize("content", [b"", b"PK", b"not an archive at all", b"\0" * 5000])
 def test_a_file_that_holds_no_groups_is_named(tmp_path, content):
     path = tmp_path / "groups.npz"

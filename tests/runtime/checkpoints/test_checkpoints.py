@@ -359,6 +359,61 @@ def test_an_export_is_flushed_before_it_is_marked(tmp_path, monkeypatch):
     assert model < marker and rest < marker
 
 
+@pytest.fixture
+def disk(monkeypatch) -> list[tuple[str, str]]:
+    """What reaches the disk, in order: names that are flushed, or given by a rename, or removed."""
+    done: list[tuple[str, str]] = []
+    rename = os.rename
+    unlink = os.unlink
+
+    def fsync(handle: int) -> None:
+        done.append(("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+
+    def renamed(old: str | Path, new: str | Path) -> None:
+        done.append(("renamed", Path(new).name))
+        rename(old, new)
+
+    def removed(path: str | Path) -> None:
+        done.append(("removed", Path(path).name))
+        unlink(path)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "unlink", removed)
+    return done
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_marked(tmp_path, disk):
+    """Power may be cut between any two of these: a marker vouches for all that it names."""
+    write_checkpoint(tmp_path, 1)
+    flushes = list(itertools.takewhile(lambda event: event[1] != "complete.json.partial", disk))
+    names = {"__0_0.distcp", "policy", "model.safetensors", "hf", "state.json"}
+    assert set(flushes) == {("flushed", name) for name in names | {"step_000001.partial"}}
+    assert disk[len(flushes) :] == [
+        ("flushed", "complete.json.partial"),  # the export's
+        ("renamed", "complete.json"),
+        ("flushed", "hf"),
+        ("renamed", "step_000001"),
+        ("flushed", "complete.json.partial"),
+        ("renamed", "complete.json"),
+        ("flushed", "step_000001"),
+        ("flushed", tmp_path.name),
+    ]
+
+
+def test_lines_that_stay_are_on_the_disk_before_their_file_is_cut(tmp_path, disk):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    resume.keep(path, lambda line: line["step"] < 2)
+    assert path.read_text() == '{"step": 1}\n'
+    assert disk == [
+        ("flushed", "metrics.partial"),
+        ("renamed", "metrics.0.kept"),
+        ("flushed", "metrics.jsonl"),
+        ("removed", "metrics.0.kept"),
+    ]
+
+
 @pytest.mark.parametrize("marker", ["{}", "[]", "5", '{"a": 1}', '{"a": [1]}'])
 def test_a_marker_that_is_none_is_damage(tmp_path, marker):
     (tmp_path / "complete.json").write_text(marker)
