@@ -197,6 +197,43 @@ def test_minus_infinity_from_the_engine_under_a_sequence_mask():
     assert stats["nonfinite_engine_logprobs"] == 1 and stats["kept_tokens"] == 2
 
 
+MOST = math.exp(20)  # of any ratio: float32 ends at exp(88)
+FAR_OFF = {"A": [1.0], "old": [-51.0], "curr": [-1.0], "ref": [-1.0 - math.log(2)]}
+
+
+def test_ratios_of_policies_that_are_far_apart_are_bounded():
+    rule = Correction("token", "truncate", 0, math.inf)
+    metrics = metrics_of(FAR_OFF | {"gen": [-101.0]}, correction=rule, **KL)
+    assert metrics["probs_ratio"] == pytest.approx(MOST)
+    assert metrics["sampling_importance_ratio"] == pytest.approx(MOST)
+    assert metrics["token_mult_prob_error"] == pytest.approx(MOST)
+    assert metrics["seq_mult_prob_error"] == pytest.approx(MOST)
+    assert metrics["kl_penalty"] == pytest.approx(MOST * (0.5 - 1 + math.log(2)))
+    assert metrics["gen_kl_error"] == pytest.approx(MOST - 21)
+    assert metrics["policy_kl_error"] == pytest.approx(19)
+    assert metrics["approx_entropy"] == pytest.approx(MOST)  # -logp is 1
+
+
+def test_the_bounds_of_a_ratio_are_inside():
+    one_T = torch.ones(1, dtype=torch.bool)
+    for action in ("truncate", "mask"):
+        rule = Correction("token", action, 1.0, 1.0)
+        weight_T, inside_T = importance_weights(torch.zeros(1), one_T, torch.zeros(1).long(), rule)
+        assert weight_T.item() == 1 and inside_T.all()
+
+
+def test_ratios_have_a_lower_bound_as_well():
+    rule = Correction("sequence", "truncate", 0, math.inf)
+    near, far = torch.tensor([-1.0]), torch.tensor([-101.0])
+    mask_T = torch.ones(1, dtype=torch.bool)
+    weight_T, _ = importance_weights(far - near, mask_T, torch.zeros(1).long(), rule)
+    assert weight_T.item() == pytest.approx(1 / MOST)
+    found = token_mismatch(far, far, near)
+    assert found["approx_entropy"].item() == pytest.approx(101 / MOST)
+    assert found["gen_kl_error"].item() == pytest.approx(19)
+    assert found["policy_kl_error"].item() == pytest.approx(MOST - 21)
+
+
 def slope(sequence: dict, **fields) -> torch.Tensor:
     """The gradient of the loss, for the masked token and each of the sequence."""
     logp_T, batch = make(sequence)
@@ -288,6 +325,11 @@ def test_the_error_is_a_mean_of_ratios_not_a_ratio_of_means(limit, kept):
     sequence = {"A": [1.0] * 2, "curr": [-5.0] * 2, "gen": [-5.0 - math.log(3), -5.0]}
     _, stats = policy_loss(*make(sequence), config(sequence_error_limit=limit))
     assert stats["kept_sequences"] == kept and stats["kept_tokens"] == 2 * kept
+
+
+def test_sequences_without_an_error_pass_the_tightest_filter():
+    _, stats = policy_loss(*make(off_by(1.0), off_by(1.01)), config(sequence_error_limit=1.0))
+    assert stats["kept_sequences"] == 1
 
 
 def test_a_dropped_sequence_leaves_the_loss_of_the_others():
