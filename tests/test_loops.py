@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import grpo_async
@@ -214,6 +215,32 @@ async def test_only_rollouts_are_written_step_by_step_with_parts_as_well():
         finish(run, slot)
     await modes.collect(run)
     assert written == [(1, [0, 1, 2, 3]), (2, [4, 5, 6, 7])] and logged == [1, 2]
+
+
+async def test_a_step_writes_one_table_and_the_scores_of_all_its_parts():
+    tables, written = [], []
+    fields = {"prompts_per_step": 2, "train_parts": 2, "row_tokens": 1, "sample_period": 2}
+    run = make_run(0, **fields)
+
+    def train_step(step: int, updates: list, *groups) -> tuple:
+        return {"train_seconds": 1.0}, {"groups": len(groups), "step": step}, np.zeros(0)
+
+    async def write(step: int, groups: list[Group], scores: list) -> None:
+        places = [score.places for score in scores]
+        written.append((step, [group.slot for group in groups], places))
+
+    run.cluster = SimpleNamespace(trainers=[Actor(train_step=train_step)])
+    run.engines.sync = lambda version: asyncio.sleep(0, {})
+    run.log.mismatch = lambda *line: tables.append(line)
+    run.checkpoints.write_samples = write
+    for slot in (1, 0, 3, 2):
+        finish(run, slot)
+    async with asyncio.TaskGroup() as run.tasks:
+        for step in range(2):
+            stats = await run.train_and_sync(step)
+            assert stats["train_seconds"] == 2.0
+    assert tables == [(step + 1, [{"groups": 1, "step": step}] * 2) for step in range(2)]
+    assert written == [(2, [3, 2], [[(0, 0)], [(1, 0)]])], "every second step"
 
 
 def test_a_run_that_leaves_within_a_step_gives_the_groups_back():

@@ -740,6 +740,21 @@ async def test_a_lease_ends_with_what_it_waited_for(house):
         await home.leased()
 
 
+async def test_a_lease_waits_as_long_as_three_repairs_may_take(house, monkeypatch):
+    home = house(1, timeouts={"start": 100, "train": 10, "sync": 1})
+    waited = []
+
+    async def within(seconds: float, what: str, call, late: type) -> None:
+        waited.append(seconds)
+        call.close()
+        raise late(what)
+
+    monkeypatch.setattr(fleet, "within", within)
+    with pytest.raises(RunError):
+        await home.leased()
+    assert waited == [4 * 100 + 2 * 10 + 3 * 1]
+
+
 def test_the_least_busy_engine_that_answers_and_holds_a_policy_is_leased(monkeypatch):
     """Against all combinations of engines that hold a policy and that have yet to answer."""
     fleet = House(monkeypatch, 4).fleet

@@ -309,6 +309,17 @@ def test_a_group_is_tried_alone_once_at_least(setting, attempts):
     assert made.roll_out().infos == "infos" and made.started == [0, 1]
 
 
+@pytest.mark.parametrize(("cpus", "seats"), [(1, [3]), (3, [3]), (9, [3, 4, 5, 6])])
+async def test_suspects_may_take_half_of_the_cpus(setting, monkeypatch, cpus, seats):
+    made = setting(workers=3)
+    crew = made.dispatcher.crew
+    crew.seats.get_nowait()  # the setting's own
+    monkeypatch.setattr(dispatch, "cpus", lambda: cpus)
+    crew.start()
+    assert made.started == [0, 1, 2]
+    assert sorted(crew.seats.get_nowait() for _ in range(crew.seats.qsize())) == seats
+
+
 async def test_a_worker_that_hangs_is_killed_and_its_groups_go_on(setting):
     """Its event loop is blocked: nothing of it returns, nor the question whether it lives."""
     call, *_ = answer = silent()
