@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from functools import partial
 
 import pytest
@@ -180,6 +181,18 @@ def test_hostile_answers(text):
         assert reward(judged, {}, {"name": None, "arguments": 5}) == 0
     nested = '{"command": ' + "[" * 900 + "]" * 900 + "}"
     assert reward(row("bash", RUN), {"name": "bash", "arguments": nested}) == 0
+
+
+def test_arguments_of_any_depth_are_judged():
+    """What can be parsed can be compared as well, at the deepest."""
+    reasons = set()
+    for depth in range(sys.getrecursionlimit()):
+        nested = '{"command": ' + "[" * depth + "]" * depth + "}"
+        response = Response("", tool_calls=[{"name": "bash", "arguments": nested}])
+        found = swe_pivot.verify(row("bash", RUN), response)
+        assert found.value == 0
+        reasons.add(found.info["reason"])
+    assert reasons >= {"another target", "arguments are no JSON object"}
 
 
 JSON = st.none() | st.integers() | st.floats() | st.text() | st.lists(st.integers() | st.text())
