@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from grpo_async import Config, Group, Update, divisor, pack, plan_step
 from policy.model_shape import even_length
-from policy.packing import Share, plan_rows
+from policy.packing import Share, plan_rows, spread
 from rollout.episode import Sample, SampleInfo
 from support.configs import changed
 
@@ -339,6 +339,11 @@ def test_a_group_is_split_where_replicas_would_stand_idle():
     plan = plan_step(batch, config(ranks=4, **ROUTED))
     tokens = [sum(batch[g].infos[j].tokens for g, j in share.places(0)) for share in plan]
     assert sum(tokens) == 480 and max(tokens) <= 150
+
+
+def test_the_sample_that_balances_best_is_given_away():
+    lengths = {(0, 0): 10, (0, 1): 7, (0, 2): 5}  # works of 100, 49 and 25
+    assert spread(lengths, 2, 0) == [[(0, 1), (0, 2)], [(0, 0)]]
 
 
 # --- the row --------------------------------------------------------------------------------------
