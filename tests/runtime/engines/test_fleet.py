@@ -541,6 +541,16 @@ async def test_a_run_that_leaves_ends_an_update_of_engines_that_live(house):
     assert synced["engines"] == 1 and home.updates(home.made[0]) == [0, 1]
 
 
+async def test_a_run_that_leaves_hears_what_is_wrong_while_an_engine_lives(house):
+    home = await house(1).open()
+
+    async def sync(version: int) -> dict[str, float]:
+        raise RuntimeError("weights arrived other than they were sent")
+
+    with pytest.raises(RuntimeError, match="weights arrived"):
+        await repair.unless_left(home.fleet, sync(1), lambda: "SIGTERM")
+
+
 async def test_a_trainer_that_hangs_is_named_and_no_engine_blamed(house):
     home = await house(2, answer=0.05).open()
     home.trainer.answers["send_weights"] = lambda _: RuntimeError("connection closed")

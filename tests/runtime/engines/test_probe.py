@@ -15,7 +15,8 @@ from support.configs import changed
 
 def made(dtype: str = "float32", **answers) -> Probe:
     """A probe of a model of 1,000 tokens, beside a trainer that a test controls."""
-    metas = [WeightMeta("model.embed_tokens.weight", (1000, 8), dtype)]
+    shapes = {"embed_tokens": (1000, 8), "embed_positions": (64, 8), "mlp.up_proj": (4000, 8)}
+    metas = [WeightMeta(name, shape, dtype) for name, shape in shapes.items()]
     cluster = SimpleNamespace(trainers=[Actor(**answers)], metas=metas)
     return Probe(changed(Config(), seed=7), cluster)
 
