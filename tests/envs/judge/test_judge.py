@@ -239,6 +239,22 @@ def test_a_dead_server_gets_no_calls_while_another_answers():
         assert report.failures["general/connection"] <= 4 + judge.FAILURES
 
 
+@pytest.mark.parametrize(("failures", "probes"), [(2, 0), (3, 1)])
+def test_a_server_is_probed_once_three_calls_have_failed(monkeypatch, failures, probes):
+    probed = []
+    usual = judge.Judge.probe
+
+    async def probe(self, server: judge.Server) -> None:
+        probed.append(server)
+        await usual(self, server)
+
+    monkeypatch.setattr(judge.Judge, "probe", probe)
+    with as_judge("general", "[[YES]]") as server:
+        server.fail("503", failures)
+        assert asked()[0] == [True]
+    assert len(probed) == probes
+
+
 async def test_an_outage_costs_time_and_no_verdict():
     with as_judge("general", "[[YES]]", seconds=0.1) as server:
         calls = [asyncio.create_task(ask()) for _ in range(400)]
