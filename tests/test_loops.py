@@ -199,7 +199,7 @@ def test_the_trainers_wait_is_for_groups_alone():
     for slot in range(4):
         finish(run, slot)
     train(run)
-    assert logged[0]["wait_for_rollouts"] < 0.1 < 0.4 <= logged[0]["step_seconds"]
+    assert 0 < logged[0]["wait_for_rollouts"] < 0.1 < 0.4 <= logged[0]["step_seconds"]
 
 
 async def test_only_rollouts_are_written_step_by_step_with_parts_as_well():

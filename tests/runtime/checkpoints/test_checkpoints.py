@@ -31,13 +31,13 @@ from support.tables import table
 CASES = table(Path(__file__).parents[1] / "cases.txt")
 
 
-def write_checkpoint(run_dir: Path, step: int) -> Path:
+def write_checkpoint(run_dir: Path, step: int, state: dict | None = None) -> Path:
     aside = run_dir / f"step_{step:06d}.partial"
     (aside / "policy").mkdir(parents=True)
     (aside / "hf").mkdir()
     (aside / "policy" / "__0_0.distcp").write_bytes(os.urandom(5000))
     (aside / "hf" / "model.safetensors").write_bytes(b"weights")
-    (aside / "state.json").write_text(json.dumps({"version": step}))
+    (aside / "state.json").write_text(json.dumps(state or {"version": step}))
     folder = run_dir / f"step_{step:06d}"
     files = folders.checksums(str(aside), folders.listing(str(aside)))
     folders.commit(str(aside), str(folder), files)
@@ -179,6 +179,41 @@ def test_a_data_file_that_has_changed_is_refused(rows, position, says):
         return
     with pytest.raises(InputError, match=f"data.train = 'a.jsonl': {says}"):
         refuse(state, rows)
+
+
+FRESH = {"version": 0, "dropped": {}, "progress": {"next_prompt": 0}}
+MOVED = {"progress": {"next_prompt": 4, "cursor": 4}}
+
+
+def looked(run_dir: Path, state: dict, must_match: tuple | None = ("group_size",)) -> dict:
+    """What a run finds in a checkpoint with this state, from which it is to resume."""
+    write_checkpoint(run_dir, 4, state)
+    cfg = changed(Config(run_dir=str(run_dir)), **BASE, resume="auto")
+    return resume.look(save.Checkpoints(cfg, None, stream(ROWS)), must_match, FRESH)
+
+
+@pytest.mark.parametrize(("lost", "more", "message"), [
+    (["config"], {}, "lacks config"),
+    (["rows", "progress"], {}, "lacks progress, rows"),
+    (["dropped"], {}, "lacks dropped"),
+    ([], {"progress": {}}, "lacks progress.next_prompt"),
+    ([], MOVED, "has progress.cursor, which is unknown here"),
+])  # fmt: skip
+def test_a_checkpoint_of_another_program_is_refused_by_what_differs(tmp_path, lost, more, message):
+    state = resumable() | {"version": 4, "dropped": {}} | more
+    state = {name: value for name, value in state.items() if name not in lost}
+    with pytest.raises(InputError, match=f"step_000004: its state.json {message}: it was saved"):
+        looked(tmp_path, state)
+
+
+def test_a_checkpoint_is_looked_at_before_anything_is_started(tmp_path):
+    state = resumable() | {"version": 4, "dropped": {}}
+    folder = {"folder": str(tmp_path / "step_000004")}
+    assert looked(tmp_path, state) == state | folder
+    (tmp_path / "evaluated").mkdir()
+    only = {name: state[name] for name in ("config", "version")}
+    found = looked(tmp_path / "evaluated", only, None)
+    assert found == only | {"folder": str(tmp_path / "evaluated" / "step_000004")}
 
 
 def text(*lines: dict) -> str:
