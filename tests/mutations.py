@@ -123,7 +123,12 @@ PARTS = [
     Part("algorithm", "dpo.py", "test_dpo.py", PREFERENCE),
     Part("algorithm", "policy/logprobs.py", "policy/test_allowed_tokens.py policy/test_fsdp.py"),
     Part("algorithm", "policy/packing.py", "test_packing.py test_algorithm.py"),
-    Part("buffer", "grpo_async.py", "test_buffer.py test_schedules.py", "RolloutBuffer"),
+    Part(
+        "buffer",
+        "grpo_async.py",
+        "test_buffer.py test_schedules.py test_loops.py",
+        "RolloutBuffer",
+    ),
     Part("buffer", "grpo_async.py", "test_loops.py test_buffer.py", "Progress StepInParts Run"),
     Part("buffer", "runtime/rollouts/dispatch.py", "runtime/rollouts/test_dispatch.py"),
     Part(
