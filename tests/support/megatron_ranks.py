@@ -213,7 +213,7 @@ def replay(cfg: Config, mine: list[Batch]) -> dict:
     if dist.get_world_size() == 1:  # others would wait for what a rank that raises never sends
         doubled = [np.concatenate([routes] * 2, 1) for routes in mine[0].routes_N]
         every = dataclasses.replace(mine[0], routes_N=doubled)
-        with pytest.raises(ValueError, match="of 4 layers, expected the 2 that have"):
+        with pytest.raises(ValueError, match="for 4 layers, expected the 2 that have"):
             policy.logprobs([every])
     return found
 

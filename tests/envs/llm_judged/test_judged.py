@@ -141,7 +141,7 @@ def test_a_long_answer_is_judged_as_a_short_one(asked):
     assert answer in question(judge, 0)
 
 
-@pytest.mark.parametrize("answer", HOSTILE)
+@pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))  # too long as names
 def test_any_text_is_judged(asked, answer):
     asked(general="[[A!=B]] FAIL [[NO]]", safety="no label")
     assert reward(equivalence.verify(ROW, answer)) == 0

@@ -5,6 +5,7 @@ wrong ones by a few words only, so that what these tests show is all but Lean's 
 """
 
 import asyncio
+import itertools
 import os
 import random
 import re
@@ -330,7 +331,7 @@ def test_wrong_proofs_earn_nothing(stand_in):
             assert verdict(text).value == 0, text
 
 
-@pytest.mark.parametrize("text", [t for t in HOSTILE if t.strip()])
+@pytest.mark.parametrize("text", [t for t in HOSTILE if t.strip()], ids=itertools.count())
 def test_hostile_answers_are_read_in_time(text):
     began = time.process_time()
     assert isinstance(lean.refused(proof_of(code_of(text))), str)
