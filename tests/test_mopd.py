@@ -337,7 +337,7 @@ LAYOUT = {"kind": "megatron", "ranks": 4, "tp": 2}
     ({"teacher_layouts": {"two": {"ranks": 3, "tp": 2, "kind": "megatron"}}}, "is no multiple of"),
     ({"teacher_layouts": {"two": {"rank": 3}}}, "sets 'rank', expected one of kind, ranks"),
     ({"teacher_beside": {"two": "three"}}, "names 'three'"),
-    ({"teacher_beside": {"two": "two"}}, r"teacher_beside\['two'\] = 'two', which is itself beside"),
+    ({"teacher_beside": {"two": "two"}}, r"teacher_beside\['two'\] = 'two', which is itself"),
     ({"teacher_beside": {"two": "one"}, "teacher_layouts": {"two": {}}}, "has the layout of 'one'"),
     ({"teachers": {"one": "a", "two": "a"}, "teacher_layouts": {"two": {}}}, "the layout of 'one'"),
     ({"teachers": {"one": "a", "two": "b", "too": "a"}, "routes": {"x": "two", "y": "too"},
