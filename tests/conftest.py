@@ -183,9 +183,10 @@ def write_rows(path: Path, rows: list[dict]) -> str:
 
 @pytest.fixture(autouse=True)
 def own_services(monkeypatch):
-    """What a test tells `services.configure` holds for that test."""
+    """What a test tells `services.configure`, and what it counts there, holds for that test."""
     monkeypatch.setattr(services, "_current", services._current.copy())
     monkeypatch.setattr(services, "_limits", services._limits.copy())
+    monkeypatch.setattr(services, "_starved", Counter())
 
 
 @pytest.fixture

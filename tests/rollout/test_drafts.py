@@ -82,14 +82,13 @@ async def test_an_engine_is_idle_while_it_has_no_request():
 def test_what_is_new_beyond_what_is_known():
     drafts = Drafts()
     begun = [turn([], [1]), turn([], []), turn([], [])]
-    opened = drafts.open(Request("a-1", [7], 3, 0, begun, 9))
-    opened.__enter__()[1] = turn([7], [4, 5], "stop")
-    states = {i: running("a-1", j, ids) for i, (j, ids) in enumerate([(0, [2, 3]), (2, [])])}
-    states[9] = running("a", 1, [99])
-    every = [turn([], [1, 2, 3]), turn([], [4, 5], "stop"), turn([], [])]
-    assert drafts.since("a-1", [], states) == every
-    assert drafts.since("a-1", [2, None, 0], states) == [turn([], [3]), None, turn([], [])]
-    drafts.written.clear()
+    with drafts.open(Request("a-1", [7], 3, 0, begun, 9)) as turns:
+        turns[1] = turn([7], [4, 5], "stop")
+        states = {i: running("a-1", j, ids) for i, (j, ids) in enumerate([(0, [2, 3]), (2, [])])}
+        states[9] = running("a", 1, [99])
+        every = [turn([], [1, 2, 3]), turn([], [4, 5], "stop"), turn([], [])]
+        assert drafts.since("a-1", [], states) == every
+        assert drafts.since("a-1", [2, None, 0], states) == [turn([], [3]), None, turn([], [])]
     assert drafts.since("a-1", [], states) == [] == drafts.since("unknown", [3], states)
 
 

@@ -411,7 +411,7 @@ def test_a_run_that_starves_is_too_slow_once_half_of_its_deadline_is_used(monkey
     if spent == 1:
         assert clock.verdict(Limits(seconds=2)) == "time"
     else:
-        with pytest.raises(CheckerError, match="processor for 0.9 s of 5 times its deadline of 2"):
+        with pytest.raises(CheckerError, match="only 0.9 s in 5 times its deadline of 2"):
             clock.verdict(Limits(seconds=2))
     outcome = "timeout" if spent == 1 else "error"
     assert services.report().starved - before == {f"none/{outcome}": 1}

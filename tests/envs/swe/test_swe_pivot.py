@@ -192,7 +192,7 @@ def test_arguments_of_any_depth_are_judged():
         found = swe_pivot.verify(row("bash", RUN), response)
         assert found.value == 0
         reasons.add(found.info["reason"])
-    assert reasons >= {"another target", "arguments are no JSON object"}
+    assert reasons >= {"another target", "arguments are not a JSON object"}
 
 
 JSON = st.none() | st.integers() | st.floats() | st.text() | st.lists(st.integers() | st.text())
