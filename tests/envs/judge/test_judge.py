@@ -264,7 +264,7 @@ async def test_an_outage_costs_time_and_no_verdict():
             while not services.report().away:
                 await asyncio.sleep(0.01)
         (why,) = services.report().away.values()
-        assert server.url in why and re.search("onnect|write request", why)
+        assert server.url in why
         before = server.requests
         server.fail("503")
         server.up()  # it listens, and is not ready yet
