@@ -77,8 +77,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
     if lines := data.skipped(terminalreporter.stats.get("skipped", [])):
         terminalreporter.section(f"{len(lines)} tests were skipped: ../shared/data is absent")
         terminalreporter.write_line("\n".join(lines))
-    seed = terminalreporter.config.getoption("randomly_seed", None)
-    terminalreporter.write_line(f"random order: -p randomly --randomly-seed={seed}")
+    if seed := terminalreporter.config.getoption("randomly_seed", None):
+        terminalreporter.write_line(f"random order: --randomly-seed={seed}")
     seconds: Counter = Counter()
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
