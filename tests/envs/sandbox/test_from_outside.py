@@ -222,9 +222,9 @@ def test_a_thread_that_a_cgroup_refuses_is_no_fault_of_a_program(fresh):
     for module in (programs, sandbox):
         fresh.setattr(module, "refusals", lambda: next(rising))
     assert outcome("print(49)").stdout == "49\n"
-    with pytest.raises(CheckerError, match="refused a process or thread: .*pids.max"):
+    with pytest.raises(CheckerError, match="refused a process or thread by .*pids.max"):
         outcome("raise RuntimeError('cannot start new thread')")
-    with pytest.raises(CheckerError, match="refused a process or thread: .*pids.max"):
+    with pytest.raises(CheckerError, match="refused a process or thread by .*pids.max"):
         asyncio.run(sandbox.run(["true"]))
 
 
