@@ -78,7 +78,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.section(f"{len(lines)} tests were skipped: ../shared/data is absent")
         terminalreporter.write_line("\n".join(lines))
     if seed := terminalreporter.config.getoption("randomly_seed", None):
-        terminalreporter.write_line(f"random order: --randomly-seed={seed}")
+        terminalreporter.write_line(f"random order: -p randomly --randomly-seed={seed}")
     seconds: Counter = Counter()
     for report in itertools.chain(*terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):

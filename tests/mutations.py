@@ -481,7 +481,7 @@ class Result(NamedTuple):
 
 
 def limit() -> None:
-    """Limits this process, before it becomes that of the tests."""
+    """Limits this process before it starts the tests."""
     for kind, most in LIMITS.items():
         resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 
@@ -496,7 +496,6 @@ def tested(tree: Path, names: list[str], *options: str) -> Result:
         process = subprocess.Popen(
             command,
             cwd=tree,
-            env=os.environ | {"GRPO_QUICK": "1"},
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -554,7 +553,7 @@ def confirmed(tree: Path, names: list[str]) -> Result:
 
 
 def red_unchanged(tree: Path, names: list[str]) -> str | None:
-    """Returns a test that fails in the unchanged copy as well; None if there is none."""
+    """Returns the first test that also fails in the unchanged copy, or None."""
     return tested(tree, list(dict.fromkeys(names))).failed if names else None
 
 

@@ -71,11 +71,9 @@ nice .venv/bin/mypy >"$types" 2>&1 &
 beside=$!
 trap 'kill $beside 2>/dev/null || cat "$types"; rm "$types"' EXIT
 failed=0
-# GRPO_SHUFFLE=1: in random order, whose seed is printed at the end.
-shuffled=$([ -n "${GRPO_SHUFFLE:-}" ] && echo randomly || echo no:randomly)
+[ -z "${GRPO_SHUFFLE:-}" ] || chosen+=(-p randomly) # the end of the run prints the seed
 at_once=$(($(nproc) > 3 ? $(nproc) - 1 : 2))  # most of an end-to-end test is starting processes
-.venv/bin/python -m pytest -p "$shuffled" -n $at_once --dist loadgroup --no-loadscope-reorder \
-    --durations 10 \
+.venv/bin/python -m pytest -n $at_once --dist loadgroup --no-loadscope-reorder --durations 10 \
     "${chosen[@]}" || failed=$?
 wait $beside || failed=$?
 exit $failed

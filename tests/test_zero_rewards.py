@@ -22,7 +22,7 @@ NAMES = ("reasoning_is_answer", "empty_answer", "inner_eos", "think_tags")
 FINE = ("it is 4</think>4<|im_end|>",)
 CALL = Response("x", "look it up", "", [{"type": "function_call", "name": "f", "arguments": "{}"}])
 ON, OFF, SILENT = {"enable_thinking": True}, {"enable_thinking": False}, None
-# Its prompts open or close the thought as those of Nemotron's template do.
+# Its prompts open or close the reasoning in the same places as Nemotron's template.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"

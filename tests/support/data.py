@@ -1,4 +1,4 @@
-"""Known answers, example rows and chat templates: in tests/data, or beside the project."""
+"""Known answers, example rows and chat templates: in tests/data, or next to the project."""
 
 from pathlib import Path
 
