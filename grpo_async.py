@@ -246,7 +246,10 @@ class Config(GroupSettings):
 
 @dataclasses.dataclass
 class Batch:
-    """A packed row of N sequences. `policy_loss` divides by the `planned_*` counts."""
+    """A packed row of N sequences. `policy_loss` divides by the `planned_*` counts.
+
+    A step may be trained in parts, each as soon as its groups are ready (`StepInParts`).
+    """
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64, from 0 in each sequence: this keeps them apart in attention
@@ -380,7 +383,7 @@ def token_mismatch(logp_T: Tensor, old_logp_T: Tensor, engine_logp_T: Tensor) ->
     """
     gap_T = old_logp_T - engine_logp_T
     mixture_T = torch.logaddexp(old_logp_T, engine_logp_T) - math.log(2)
-    # The direction of the ratios is NeMo-RL's.
+    # The Jensen-Shannon divergence has log(mixture / pi). NeMo-RL reverses the ratios; so do we.
     divergence_T = k3(old_logp_T - mixture_T) + k3(engine_logp_T - mixture_T)
     return {
         "token_mult_prob_error": gap_T.abs().clamp(max=20).exp(),
@@ -420,7 +423,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     rule = cfg.loss
     # With one update per batch, the old policy is this one: the ratio is 1, but has a gradient.
     old_logp_T = logp_T.detach() if batch.old_logp_T is None else batch.old_logp_T
-    # A logprob of the engine that is NaN or infinite is a fault: its token is left out and counted.
+    # An engine logprob that is NaN or infinite is a fault: its token is masked, a metric counts it.
     mask_T = batch.mask_T & batch.engine_logp_T.isfinite()
     gap_T = torch.where(mask_T, old_logp_T - batch.engine_logp_T, 0.0)
     trusted = trusted_sequences(gap_T, mask_T, batch.seq_T, cfg.correction.sequence_error_limit)
@@ -464,8 +467,10 @@ def plan_step(groups: list[Group], cfg: GroupSettings, more: bool = False) -> li
     """Plans which replica trains which samples of a batch, or of a part of one.
 
     Reads only lengths and counts, because the driver has no tokens. If `more`, further parts of the
-    same step follow. A place (g, j) is sample j of group g. Here g counts in `groups`. A replica
-    gets only some of them: `share.groups`, as indices in `groups`. In its rows, g counts in these.
+    same step follow.
+
+    A place (g, j) is sample j of group g: here, of `groups[g]`. A replica gets only some of the
+    groups, so in the rows of its share g is renumbered: the group is `groups[share.groups[g]]`.
     """
     size = len(groups) // cfg.updates_per_batch
     updates: list[tuple[Update, dict[Place, int]]] = []
@@ -482,6 +487,7 @@ def plan_step(groups: list[Group], cfg: GroupSettings, more: bool = False) -> li
                 # A sample without a gradient is counted, but is computed only if it is not skipped.
                 if info.has_gradient or not cfg.skip_zero_advantage:
                     lengths[g, j] = info.tokens
+        # Without rows: `plan_shares` gives each replica a copy with its own.
         planned = Update(planned_tokens=tokens, planned_sequences=sequences, rows=[], more=more)
         updates.append((planned, lengths))
     return plan_shares(updates, cfg)
@@ -644,11 +650,13 @@ class Generator:
         return turns
 
     async def answer(self, request: Request, j: int, turns: list[Turn]) -> None:
-        """Completes answer j of a request, `turns[j]`, which is empty or a draft at first.
+        """Completes answer j of a request, `turns[j]`.
 
-        Logprobs are those of the policy that sampled, at the run's temperature. vLLM labels each
-        token with the policy version of its engine step. A running request keeps its KV cache
-        during an update; a request submitted later never hits an older prefix (`cache_salt`).
+        At first it has the prompt, and either no tokens or those of a draft. Logprobs are those of
+        the policy that sampled, at the run's temperature. vLLM labels each token with the policy
+        version of its engine step (`weight_versions`), which `Turn.from_vllm` reads. A running
+        request keeps its KV cache during an update; a request submitted later never hits an older
+        prefix (`cache_salt`).
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -800,7 +808,7 @@ class GradientSum:
     """
 
     def __init__(self) -> None:
-        self.updates: list[Update] = []
+        self.updates: list[Update] = []  # one update, or the parts of one so far
         self.row_stats: list[dict[str, Tensor]] = []
 
     def add(
@@ -831,7 +839,10 @@ class GradientSum:
         return scored
 
     def first_part(self, update: Update) -> Update:
-        """Returns the first part of the step to which `update` belongs: usually `update` itself."""
+        """Returns the first part of the step to which `update` belongs.
+
+        If the step is not trained in parts, that is `update` itself.
+        """
         return self.updates[0] if self.updates else update
 
     @property
@@ -897,15 +908,14 @@ class Trainer(SendingRank[Config]):
             if not update.more:
                 measured.append(self.optimizer_step())
         if not updates[-1].more:
-            self.stage_weights()
+            self.stage_weights()  # gathers the first bucket while the engines still generate
         means = metrics.mean_metrics(measured)
         means["train_seconds"] = time.perf_counter() - began
         return Trained.of(means, scored, step, self.cfg.correction.sequence_error_limit)
 
     def pack_rows(self, update: Update, groups: Sequence[list[Sample]]) -> list[PackedRow]:
         """Packs the rows of an update, whose places name a group by its number in `groups`."""
-        # Every row divides by the counts of one update. If a step is trained in parts, it is the
-        # first part, whose gradients are waiting in the policy; else it is `update` itself.
+        # All parts of a step divide by the counts of the first one: the total is not yet known.
         planned = self.gradients.first_part(update)
         rows = []
         for places in update.rows:
@@ -936,7 +946,7 @@ class Trainer(SendingRank[Config]):
         summed = self.gradients
         self.gradients = GradientSum()
         total = self.reduced(summed.row_stats)
-        # `row_*` counts what was computed, `kept_*` what of it passed the filter. Samples that were
+        # `row_*` counts what was computed, `kept_*` what of it the loss kept. Samples that were
         # planned but not computed have no gradient: they cannot fail the filter and count as kept.
         kept_tokens = summed.planned_tokens - total["row_tokens"] + total["kept_tokens"]
         kept_sequences = summed.planned_sequences - total["row_sequences"] + total["kept_sequences"]
@@ -996,8 +1006,9 @@ class Engines:
             try:
                 measured, gaps = await self.send_weights(version)
             except Exception as error:
-                # Discards the dead engines, so that the next attempt replaces them; if none was
-                # lost since `lost_before`, all. Re-raises the error if no new engine can help.
+                # Discards the dead engines, so that the next attempt replaces them. If no engine
+                # is known to be dead (`discarded` has not grown), discards all. Re-raises the error
+                # if no new engine can help.
                 await repair.discard_dead(fleet, error, lost_before)
                 continue
             if gaps:
@@ -1034,7 +1045,7 @@ class Engines:
             # `replace` has waited for a loss, and until successors loaded. The lock keeps them from
             # getting weights between an optimizer step and `buffer.advance`.
             async with run.training:
-                # It stays set until all engines are synced, perhaps by a step in the meantime.
+                # `missing` stays set until all engines are synced: a step may have done so by now.
                 if self.fleet.missing.is_set():
                     await run.sync_or_leave(run.buffer.version)
 
@@ -1142,7 +1153,7 @@ class Run(Generic[C]):
         trains = not self.cfg.command.eval_only
         must_match = self.MUST_MATCH if trains else None
         # A checkpoint whose fields are not those of `self.state()` is refused. `load` returns its
-        # fields, its `folder`, and as `evaluated` the version that metrics.jsonl has last.
+        # fields, its `folder`, and `evaluated`: the last version that metrics.jsonl has validated.
         state = await self.checkpoints.load(must_match, self.state())
         version = state.get("version", 0)
         self.log.open(self.cfg, version)
@@ -1402,7 +1413,7 @@ class Run(Generic[C]):
         """Continues from the `state` of a checkpoint and its finished groups."""
         self.progress = Progress(**state["progress"])
         self.buffer.restore(state["version"], ready, state["dropped"])
-        self.evaluated = state["evaluated"]
+        self.evaluated = state["evaluated"]  # added by `checkpoints.load`
 
 
 def main() -> None:

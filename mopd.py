@@ -69,7 +69,7 @@ from policy import Policy, WeightMeta
 from policy.factory import network
 from policy.packing import Place, Update
 from rollout.episode import Episode, Group, Rollouts, Sample, SampleInfo, Turn
-from runtime.checkpoints.folders import flaw
+from runtime.checkpoints.folders import flaw as export_flaw
 from runtime.processes.trainer_rank import Rank, SendingRank
 from runtime.reporting import metrics
 from runtime.rollouts.dispatch import Slot
@@ -227,9 +227,10 @@ class Teacher(Rank):
         """
         cfg = self.cfg
         self.join_ranks(rank, address)
+        # Ranks that serve several teachers are called a host, and named by its first checkpoint.
         models = cfg.models_of_host(cfg.model)
         for model in models:
-            if found := flaw(model, rank, cfg.policy.ranks):
+            if found := export_flaw(model, rank, cfg.policy.ranks):
                 raise RuntimeError(f"the teacher in {model!r}: {found}")
         self.networks: dict[str, Policy] = {}
         for model in models:
@@ -341,9 +342,8 @@ class Trainer(SendingRank[Config]):
         summed = self.gradients
         self.gradients = GradientSum()
         total = self.reduced(summed.row_stats)
-        # What the filter drops is no longer counted.
-        kept = summed.planned_tokens - total["row_tokens"] + total["kept_tokens"]
-        grad_scale = max(summed.updates[0].planned_tokens, 1) / max(kept, 1)
+        first = summed.updates[0]
+        grad_scale = max(first.planned_tokens, 1) / max(total["kept_tokens"], 1)
         measured = metrics.step_metrics(total, summed.planned_tokens, grad_scale)
         return measured | self.policy.optimizer_step(grad_scale)
 
