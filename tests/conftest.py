@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -57,8 +57,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Tests with whole programs come first, so that no long one is left over at the end."""
+    """Tests with whole programs come first, so that no long one is left over at the end.
+
+    The tests of a file that is marked `in_order` keep the order of the file.
+    """
     session.items.sort(key=lambda item: not item.get_closest_marker("e2e"))
+    places = defaultdict(list)
+    for i, item in enumerate(session.items):
+        if item.get_closest_marker("in_order"):
+            places[item.path].append(i)
+    for indices in places.values():
+        tests = [session.items[i] for i in indices]
+        tests.sort(key=lambda item: item.reportinfo()[1])
+        for i, test in zip(indices, tests, strict=True):
+            session.items[i] = test
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -26,7 +26,7 @@ from support.configs import changed
 from support.pieces import check
 from support.program import Program
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("pair")]
+pytestmark = [pytest.mark.e2e, pytest.mark.in_order, pytest.mark.xdist_group("pair")]
 TOLERANCE = 1e-5  # float32, dense model
 
 
