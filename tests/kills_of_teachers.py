@@ -5,10 +5,10 @@
 Half a minute each, alone on the machine. Needs models/tiny_mopd (launch/make_tiny_mopd.py). The run
 is configs/tiny_mopd.py with two engines; it saves each step and keeps all samples. After a loss
 it must have trained two more steps in time. A dead trainer or driver must end it in time, by name,
-and `--resume auto` must go on. At the end every slot was trained once, no prompt was dropped, and
-every trained token has a score of its teacher.
+and `--resume auto` must continue. At the end every slot was trained once, no prompt was dropped,
+and every trained token has a score of its teacher.
 
-The exit status is 1 where one was late or silent, or a run ended that should have gone on.
+The exit status is 1 if one was late or silent, or if a run ended that should have continued.
 """
 
 import itertools
@@ -30,6 +30,7 @@ from runtime.checkpoints import archive
 from runtime.startup import preflight
 
 FLAGS = FLAGS | {"sample_period": 1, "engine.count": 2, "prompts_per_step": 16}
+FLAGS |= {"val_period": 0, "data.val": "", "train_parts": 1}
 SECONDS = 60.0  # in which two more steps must be trained; a stopped teacher is noticed after 20
 # What is lost together, by signal: classes of actors, in the order in which they are hit.
 CASES = [
@@ -85,7 +86,7 @@ def main() -> int:
         cfg = preflight.load(Config, words, default="configs/tiny_mopd.py")
 
         def start() -> Program:
-            """The run, gone on with; two of its steps are trained."""
+            """Starts or resumes the run, and waits for two of its steps."""
             program = Program(cfg, "--resume", "auto", script="mopd.py")
             done = len(program.steps())
             program.wait_until(lambda: len(program.steps()) >= done + 2, 240)
@@ -99,9 +100,12 @@ def main() -> int:
             time.sleep(dice.uniform(0, 2))
             hit(program, what, name, dice)
             fatal = next((role for role in what if role.lower() in FATAL), "")
-            how = fall(program, fatal.lower(), name) if fatal else survive(program, 2, SECONDS)
-            print(f"{number + 1:4} {', '.join(what)}, {name}: {how}", flush=True)
-            ends[what, name, how.split(" in ")[0]] += 1
+            if fatal:
+                outcome = fall(program, fatal.lower(), name)
+            else:
+                outcome = survive(program, 2, SECONDS)
+            print(f"{number + 1:4} {', '.join(what)}, {name}: {outcome}", flush=True)
+            ends[what, name, outcome.how] += 1
             if program.process.poll() is not None:
                 program = start()
         program.signal(signal.SIGTERM)

@@ -1,10 +1,12 @@
 """With this folder and tests/cpu on PYTHONPATH a process of a run ends itself at an armed point.
 
 KILL_FILE=FILE; FILE holds "POINT SIGNAL": the first process at that point removes the file and
-sends itself that signal. Test support: nothing of it is imported by the product.
+sends itself that signal. For EIO and ENOSPC the call at that point raises an OSError instead.
+Test support: nothing of it is imported by the product.
 """
 
 import contextlib
+import errno
 import functools
 import os
 import signal
@@ -30,10 +32,12 @@ POINTS = {
         "before it asks for a group": "grpo_async.RolloutWorker.rollout_group",
         "before it compares a group": "grpo_async.RolloutWorker.finish",
         "after it wrote a group down": "grpo_async.RolloutWorker.finish",
+        "while an evaluation runs": "grpo_async.RolloutWorker.finish",
     },
     "trainer": {
         "before it joins": "runtime.processes.trainer_rank.SendingRank.join_sync_group",
         "before a step": "grpo_async.Trainer.train_step",
+        "while a part is trained": "grpo_async.GradientSum.add",
         "after the optimizer": "grpo_async.Trainer.optimizer_step",
         "after a step": "grpo_async.Trainer.train_step",
         "before it sends weights": "runtime.processes.trainer_rank.SendingRank.send_weights",
@@ -52,37 +56,60 @@ POINTS = {
         "after a step was trained": "grpo_async.Run.train",
         "after the engines were synced": "grpo_async.Engines.sync",
     },
+    "disk": {
+        "before a checkpoint is written": "runtime.processes.trainer_rank.Rank.saved",
+        "before a checkpoint is renamed": "runtime.checkpoints.folders.commit",
+    },
+}
+# Points that some calls of their function do not reach: a condition on the call's arguments.
+CONDITIONS = {
+    "worker while an evaluation runs": lambda worker, row, slot, episodes: (
+        slot.evaluation is not None
+    ),
+    "trainer while a part is trained": lambda gradients, policy, update, rows, loss: update.more,
 }
 MODULES = (
     "grpo_async",
     "runtime.processes.trainer_rank",
     "runtime.checkpoints.folders",
-    "runtime.checkpoints.folders",
     "policy.sync.receiver",
+    "vllm.v1.engine.core",
 )
-MODULES += ("vllm.v1.engine.core",)
 FILE = os.environ.get("KILL_FILE", "")
 
 
-def strike(point: str) -> None:
-    """Ends this process if the point is armed and no other process came first."""
+def taken(point: str) -> str:
+    """Returns the armed signal or error if it is this point's and no other process came first."""
     try:
         armed, name = Path(FILE).read_text().rsplit(" ", 1)
-        if armed == point:
-            os.rename(FILE, f"{FILE}.{os.getpid()}")
-            os.kill(os.getpid(), getattr(signal, name))
+        if armed != point:
+            return ""
+        os.rename(FILE, f"{FILE}.{os.getpid()}")
     except (OSError, ValueError):
+        return ""
+    return name
+
+
+def strike(point: str, arguments: tuple) -> None:
+    """Ends or stops this process, or raises an OSError, if the point is armed."""
+    if point in CONDITIONS and not CONDITIONS[point](*arguments):
         return
+    name = taken(point)
+    if name in ("EIO", "ENOSPC"):
+        number = getattr(errno, name)
+        raise OSError(number, os.strerror(number), point)
+    if name:
+        os.kill(os.getpid(), getattr(signal, name))
 
 
 @contextlib.contextmanager
-def between(before: list[str], after: list[str], *_):
-    """Strikes at the points before and after a call, whatever its arguments are."""
+def between(before: list[str], after: list[str], *arguments):
+    """Strikes at the points before and after a call."""
     for point in before:
-        strike(point)
+        strike(point, arguments)
     yield
     for point in after:
-        strike(point)
+        strike(point, arguments)
 
 
 def mend(module) -> None:
