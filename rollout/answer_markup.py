@@ -36,7 +36,7 @@ class CallForm(Protocol):
     """The form in which a model family writes its calls; envs/parsers/forms.py has other forms."""
 
     def read(self, content: str) -> Calls | None:
-        """Finds the complete calls in the content; None if a call is broken."""
+        """Returns the complete calls in the content; None if a call is broken."""
 
 
 class Form(NamedTuple):
@@ -48,7 +48,7 @@ class Form(NamedTuple):
     tags: re.Pattern[str] = CALL_TAG  # tags that may not appear anywhere else
 
     def read(self, content: str) -> Calls | None:
-        """Finds the complete calls in the content, in linear time; None if a call is broken."""
+        """Returns the complete calls in the content, in linear time; None if a call is broken."""
         at = 0
         count = 0
         rest = []
@@ -73,13 +73,13 @@ class Form(NamedTuple):
 
 
 def is_call(call: Any, arguments: str = "arguments") -> bool:
-    """True if a JSON value is {"name": ..., "arguments": {...}}, as Hermes writes a call."""
+    """Returns whether a JSON value is {"name": ..., "arguments": {...}}, as Hermes writes calls."""
     named = isinstance(call, dict) and isinstance(call.get("name"), str)
     return named and isinstance(call.get(arguments), dict)
 
 
 def count_json(body: str) -> int:
-    """Counts the calls in JSON, which is one call or a list; 0 if any is broken."""
+    """Returns the number of calls in a JSON text, one call or a list; 0 if any is broken."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ QUESTION = {"role": "user", "content": "?"}
 
 
 class NoRoom(Exception):
-    """A prompt leaves no room for an answer below sampling.max_model_len."""
+    """Raised if a prompt leaves no room for an answer below sampling.max_model_len."""
 
 
 class Said(NamedTuple):
@@ -104,7 +104,7 @@ class Template(NamedTuple):
         """Returns the text that a template writes for new messages, from the end of the answer on.
 
         It begins with the token that ends the answer. Returns None if the text cannot be separated
-        from what stands before it.
+        from the text before it.
         """
         *earlier, answer = said.messages
         shortened = [stand_in(m, "-") if m["role"] == "assistant" else m for m in earlier]

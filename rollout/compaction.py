@@ -28,9 +28,9 @@ summaries are used up, the episode ends with the window.
     info/dropped_tokens                   tokens by which an episode's prompts became shorter
     info/compaction_failed                share of episodes that ended with a summary
 
-Others: prime-rl's nano-rlm keeps the system message and the summary, and asks again if the summary
-is empty. CompactionRL (arXiv 2607.05378) and SUPO (2510.06727) train on summaries too, and train
-all sequences of an episode with the same advantage; so does NeMo-RL (pull request 3910).
+In other programs: prime-rl's nano-rlm keeps the system message and the summary, and asks again if
+the summary is empty. CompactionRL (arXiv 2607.05378) and SUPO (2510.06727) train on summaries too,
+and train all sequences of an episode with the same advantage; so does NeMo-RL (pull request 3910).
 """
 
 from typing import TYPE_CHECKING
@@ -137,7 +137,7 @@ class Compaction:
         room = self.limit - len(asked)
         if not asked or room < self.longest // 2:
             if not ids:
-                raise NoRoom("neither an answer nor a summary has room")
+                raise NoRoom("there is no room for an answer or a summary")
             return ids
         (summary,) = await sampler.generate(asked, most=min(room, self.longest))
         said.turn.summaries += (summary,)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 EMPTY_TURN = Turn([], [], [], [], "")
-DRAFT_SECONDS = 5.0  # between two copies: a lost engine loses at most this much
+DRAFT_SECONDS = 5.0  # seconds between two copies: a lost engine costs at most this much work
 
 
 class Drafts:
@@ -35,7 +35,7 @@ class Drafts:
 
     @contextlib.contextmanager
     def open(self, request: Request) -> Iterator[list[Turn]]:
-        """Yields a request's answers so far: the drafts that it brings, or empty ones.
+        """Yields a request's answers so far: the drafts that it contains, or empty ones.
 
         The block replaces each with the whole answer; meanwhile `since` reports the drafts.
         """
@@ -111,7 +111,7 @@ class DraftedCall(NamedTuple):
         return counts
 
     def extended(self, new: list[Turn | None]) -> "DraftedCall":
-        """Returns this copy with what `Drafts.since` reported after it; copies no token."""
+        """Returns this copy, extended by a later report of `Drafts.since`; copies no token."""
         if not new:
             return self
         answers = self.answers or [[] for _ in new]
@@ -124,7 +124,7 @@ class DraftedCall(NamedTuple):
 async def answers(
     calls: list[DraftedCall], k: int, engine: "ActorHandle", request: Request
 ) -> list[Turn]:
-    """Returns the answers to call k of a rollout: the engine completes what the drafts hold.
+    """Returns the answers to call k of a rollout, for which the engine completes the drafts.
 
     `calls` are the rollout's calls, from this try and an earlier one. If call k had a different
     prompt in the earlier try, the conversation took a different course, and that try's calls from

@@ -2,7 +2,7 @@
 
 Routes are the experts that processed each token (R3, policy.replay_routing). An engine sends only
 the routes of a turn's new tokens; the earlier ones are in arrays that all turns of the conversation
-share. If sampling is truncated, a token's set holds the tokens from which it was chosen
+share. If sampling is truncated, a token's set contains the tokens from which it was chosen
 (policy/allowed_tokens.py).
 """
 
@@ -34,13 +34,13 @@ def held(calls: "Sequence[DraftedCall]", prompt_ids: list[int]) -> list[np.ndarr
 
 
 def lacking(turn: "Turn") -> int:
-    """Returns how many tokens at the start lack routes, because the engine was not asked."""
+    """Returns how many tokens at a turn's start lack routes, which were not requested."""
     read = len(turn.prompt_ids) + len(turn.token_ids) - 1
     return read - sum(map(len, turn.routes or ()))
 
 
 def complete(turns: "list[Turn]", held: list[np.ndarray]) -> None:
-    """Puts the routes that the worker holds in front of the ones that the engine has sent.
+    """Prepends the routes that the worker has to the ones that the engine sent.
 
     A turn from an earlier try may already be complete.
     """
@@ -70,7 +70,7 @@ def join(turns: "list[Turn]", tokens: int) -> np.ndarray | None:
     return routes_T
 
 
-# The ids of a sequence without sets.
+# The ids in the sets of a sequence without sets.
 NONE = np.zeros(0, np.int32)
 
 

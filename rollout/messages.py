@@ -23,7 +23,7 @@ def template_variables(row: dict) -> dict[str, Any]:
 
 
 def chat(items: list[dict] | str) -> list[dict]:
-    """Converts a row's items to the messages that a chat template takes.
+    """Converts a row's items to the messages that a chat template expects.
 
     The assistant's reasoning, text and calls in one turn become one message, as in NeMo-Gym's
     VLLMConverter (responses_api_models/vllm_model/app.py). The reasoning is `reasoning_content`,
@@ -64,7 +64,7 @@ def extend(message: dict, item: dict) -> None:
 
 
 def functions(tools: list[dict] | None) -> list[dict] | None:
-    """Returns the tools that a chat template takes, or None. Templates would print `strict`."""
+    """Returns tools for a chat template, or None; without `strict`, which templates would print."""
     made = []
     for tool in tools or ():
         if "function" in tool:
@@ -76,7 +76,7 @@ def functions(tools: list[dict] | None) -> list[dict] | None:
 
 
 def as_object(given: str | dict | None) -> dict | None:
-    """Returns an object, given as such or as JSON; {} for empty text, None for all else."""
+    """Returns an object, given as such or as JSON; {} for empty text, None for anything else."""
     if isinstance(given, str | None):
         try:
             given = json.loads(given or "{}")
@@ -86,13 +86,13 @@ def as_object(given: str | dict | None) -> dict | None:
 
 
 def plain(content: str | list[dict]) -> str:
-    """Returns the text of a content; templates would drop or print parts of the Responses API."""
+    """Returns a message's text; templates would drop or print parts of the Responses API."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 @functools.cache
 def load_tokenizer(model: str) -> "PreTrainedTokenizerBase":
-    """Loads the model's tokenizer. Importing transformers takes 2 s, so only this imports it."""
+    """Loads the model's tokenizer. Only this function imports transformers, which takes 2 s."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model)
@@ -163,7 +163,7 @@ def check_message(item: Any, where: str) -> None:
 
 
 def check_text(content: str | list | None, at: str) -> None:
-    """Raises ValueError unless each part of a content has text."""
+    """Raises ValueError unless each part of a message's content has text."""
     for k, part in enumerate(content if isinstance(content, list) else ()):
         get(part, "text", str, "a string", f"{at}[{k}].")
 
@@ -195,4 +195,4 @@ def check_overrides(params: dict, at: str) -> None:
     found = as_object(text) if isinstance(text, str | None) else None
     good = found is not None and not OWN & found.keys()
     where = at + "metadata.chat_template_kwargs"
-    require(good, where, text, "template variables, JSON in a string")
+    require(good, where, text, "template variables as JSON text")

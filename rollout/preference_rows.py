@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
 
 def load_pairs(path: str, cfg: "PairSettings") -> rows.Rows:
-    """Reads the rows of a JSONL file; malformed lines are left out, and counted on the terminal.
+    """Reads the rows of a JSONL file; leaves out malformed lines, and prints their number.
 
     Raises InputError, with file, line and field, if more than `data.max_bad_rows` lines are
     malformed, if no line is good, or if the chat template refuses the first good line.
@@ -79,7 +79,7 @@ def load_pairs(path: str, cfg: "PairSettings") -> rows.Rows:
 
 
 def summary(path: str, max_bad_rows: int) -> tuple[list[str], list[str]]:
-    """Describes a file: lines about its content, and the problems that prevent training on it."""
+    """Returns lines that describe a file, and the problems that prevent training on it."""
 
     def is_pair(line: str) -> bool:
         row, _ = rows.loads(line)

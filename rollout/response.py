@@ -35,7 +35,7 @@ class Response(str):
     def of(cls, text: str) -> "Response":
         """Reads text without a parser; returns a Response unchanged.
 
-        Reasoning that never ends is content.
+        Reasoning that never ends counts as content.
         """
         if isinstance(text, Response):
             return text

@@ -26,8 +26,8 @@ LONGEST_LINE = 1 << 26  # bytes; a longer line is not a row but a file without l
 class Rows(Sequence[dict]):
     """The good rows of a JSONL file, in order, each with its line number under `_line`.
 
-    Memory holds only 16 bytes per row, because a blend may have 50 GB: the row's offset in the
-    file, its line number, and a checksum. Reading a row raises InputError if the file has changed.
+    A row takes up only 16 bytes of memory, because a blend may have 50 GB: its offset in the file,
+    its line number, and a checksum. Reading a row raises InputError if the file has changed.
     """
 
     def __init__(self, path: str):
@@ -59,7 +59,7 @@ class Rows(Sequence[dict]):
         if zlib.crc32(text.rstrip(b"\n")) != self.checksums[index]:
             raise InputError(
                 f"{self.path}:{self.lines[index]}: "
-                "the file was changed while it was used: start again"
+                "the file was changed while it was in use: start again"
             )
         return json.loads(text) | {"_line": self.lines[index]}
 
@@ -150,7 +150,7 @@ def sort_lines(
 
 
 def refuse_none(rows: Rows, bad: list[dict]) -> None:
-    """Raises InputError if a file holds no good row."""
+    """Raises InputError if a file contains no good row."""
     if not rows:
         all_bad = f"; {first_of(bad)}" if bad else ""
         raise InputError(f"{rows.path}: holds no good rows, expected at least one{all_bad}")
@@ -193,7 +193,7 @@ def loads(line: str) -> tuple[Any, int]:
     try:
         size = len(line.encode())
         row = json.loads(line, object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
-        if re.search(r"\\u[dD][89a-fA-F]", line):  # raises for half a surrogate pair
+        if re.search(r"\\u[dD][89a-fA-F]", line):  # encode() refuses a lone surrogate
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         code = ord(error.object[error.start])
@@ -202,7 +202,7 @@ def loads(line: str) -> tuple[Any, int]:
                 f"expected UTF-8: byte {code - 0xDC00:#x} at character {error.start}"
             ) from None
         raise ValueError(
-            f"expected UTF-8: half a surrogate pair, \\u{code:x}, at character {error.start}"
+            f"expected UTF-8: a lone surrogate, \\u{code:x}, at character {error.start}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON: {error}") from None

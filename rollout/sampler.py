@@ -66,7 +66,7 @@ class Samplers:
             yield GroupSamplers(samplers, idle)
 
     def flawed(self, episodes: list[Episode], names: Sequence[str]) -> list[bool]:
-        """Returns for each episode whether it has one of the named flaws."""
+        """Returns, for each episode, whether it has one of the named flaws."""
         if not names:
             return [False] * len(episodes)
         return [zero_rewards.mark(episode, names, self.tokenizer) for episode in episodes]
@@ -83,9 +83,9 @@ class Slot(Protocol):
 class Sampler:
     """The policy as one rollout of an environment sees it, always on the same engine.
 
-    `drafts` outlives the sampler. If the engine is lost, the rollout that runs again finds its
-    earlier calls there, with their answers or drafts. It reuses them for each call that has the
-    same prompt: in a conversation, until a tool gives a different reply.
+    `drafts` outlives the sampler. If the engine is lost, the repeated rollout finds its earlier
+    calls there, with their answers or drafts. It reuses them for each call that has the same
+    prompt: in a conversation, until a tool returns a different result.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Sampler:
         self.drafts = drafts
         self.overrides: dict[Any, float] = dict(sampling.validation) if validation else {}
         self.calls = 0
-        self.idle = Idle()  # counts the time without calls, over all samplers of the group
+        self.idle = Idle()  # counts the time without calls, across all samplers of the group
         self.tools: list | None = None  # tools of the conversation that was rendered last
         self.said: Said | None = None  # the conversation up to the last answer of `chat`
         self.compaction: Compaction | None = None  # sums up an episode that outgrows the window
 
     def render(self, messages: list[dict] | str, tools: list | None = None) -> list[int]:
-        """Returns the token ids of a conversation up to the place where the answer begins."""
+        """Returns the token ids of a conversation, up to the start of the answer."""
         self.tools = tools
         return render_messages(self.tokenizer, messages, tools, self.sampling.chat_template_kwargs)
 
@@ -186,8 +186,8 @@ def sampling_of(row: dict, sampling: "Sampling") -> "Sampling":
 def answer_text(tokenizer: "PreTrainedTokenizerBase", turn: Turn) -> str:
     """Decodes an answer without its end and padding tokens; every other token is kept.
 
-    Some tokenizers declare `</think>` special, so skip_special_tokens would join
-    reasoning and answer.
+    Some tokenizers declare `</think>` as special, so skip_special_tokens would join reasoning and
+    answer.
     """
     ids = turn.token_ids
     # A model's generation_config.json may name more stop tokens than the tokenizer's EOS.

@@ -6,7 +6,7 @@
                           the tokenizer's own: Nemotron ends with <|im_end|>, never with </s>
     think_tags            a turn does not open and close its reasoning once, with the tokens for it
 
-NeMo-RL has these flaws in apply_reward_penalties (experience/rollouts.py, branch ultra-v3), and
+NeMo-RL finds these flaws in apply_reward_penalties (experience/rollouts.py, branch ultra-v3), and
 sets the rewards to 0 after the rule for low effort has shaped them, in evaluations as well. It also
 calls an answer empty if an episode ends after a tool's reply. In that case the last turn is a call,
 which is not empty here.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def mark(episode: "Episode", names: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Returns whether an episode has any of these flaws; notes each of them in its `info`."""
+    """Returns whether an episode has any of these flaws; records each of them in its `info`."""
     every = with_summaries(episode.turns)
     found = {}
     for name in names:
@@ -55,7 +55,7 @@ def is_empty(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def has_inner_end(turns: "list[Turn]", tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Returns whether a turn has an end token inside, or ends with one not the tokenizer's own."""
+    """Returns whether a turn has an end token before its end, or ends with a foreign one."""
     every = ends(tokenizer)
     foreign = every - {tokenizer.eos_token_id}
     for turn in turns:

@@ -160,7 +160,7 @@ def test_a_file_of_bad_rows_is_refused(cfg, tmp_path):
     (GOOD[:-1] + b', "x": ' + b"9" * 5000 + b"}", "expected JSON: Exceeds the limit"),
     (GOOD[:-1] + b', "answer": "cba"}', "expected JSON: the key 'answer' appears twice"),
     (GOOD[:-1] + b', "x": {"y": 1, "y": 1}}', "expected JSON: the key 'y' appears twice"),
-    (GOOD[:-1] + b', "x": "\\ud800"}', r"expected UTF-8: half a surrogate pair, \ud800,"),
+    (GOOD[:-1] + b', "x": "\\ud800"}', r"expected UTF-8: a lone surrogate, \ud800,"),
     (GOOD[:-1] + b', "x": "\x00"}', "expected JSON: Invalid control character"),
     (b"[" * 100_000, "expected JSON: maximum recursion depth"),
     (GOOD + GOOD, "expected JSON: Extra data"),
@@ -317,7 +317,7 @@ def test_a_file_that_changes_under_a_run_is_named(cfg, tmp_path):
     found = load_rows(path, cfg)
     other = Path(path).read_bytes().replace(b"spell", b"write")
     Path(path).write_bytes(other)
-    with pytest.raises(InputError, match=rf"{path}:3: the file was changed while it was used"):
+    with pytest.raises(InputError, match=rf"{path}:3: the file was changed while it was in use"):
         found[2]
 
 
