@@ -1,1 +1,1 @@
-"""Containers for agents and their judges: images, limits, commands, files in and out."""
+"""Containers for agents and their judges: images, limits, commands, copying files in and out."""

@@ -1,22 +1,23 @@
-"""Runs containers for agents and their judges: an image, limits, commands, files in and out.
+"""Runs containers for agents and their judges, with limits, and copies files in and out.
 
-    worker --starts--> holder: namespaces of users, mounts, processes; a layer over the image
+    worker --starts--> holder: user, mount and PID namespaces; a layer over the image
     each command: nsenter --> the holder's namespaces --> bubblewrap --> box_host.sh --> bash
 
 Changes made by commands stay in the layer, which no other box sees and which disappears with the
-box. Each command has its own processes, shared memory and network (only its loopback): anything
-that it leaves running ends with it, so nothing from the policy runs between two commands or while a
-patch is read. Its output goes to a pipe, and its exit code to bubblewrap: no process in the box can
-forge a frame around them. A command is root in the box, with rights over the image's files and no
-others.
+box. Each command has its own processes, shared memory and network (only loopback): anything that it
+leaves running ends with it, so no process of the policy runs between two commands or while a patch
+is read. Its output goes to a pipe, and its exit code to bubblewrap, so there is no delimiter
+between them that a process in the box could forge. A command runs as root in the box, with rights
+over the image's files and no others.
 
 Programs from the original image, which a command cannot replace, can also read the files that it
 left (`aside`). A node's memory limits how many boxes it holds at once (envs/boxes/box_budget.py). A
 node may keep copies of their images (envs/boxes/image_cache.py).
 
-An idle box is two processes: the holder, which is the first process in its PID namespace, and the
-holder's parent. The holder reads from its worker, and so ends when the worker does, even by
-SIGKILL. When the holder ends, the kernel ends every process that has entered its namespace.
+An idle box consists of two processes: the holder, which is the first process in its PID namespace,
+and the holder's parent. The holder reads from its worker, and so ends when the worker does, even if
+the worker is killed by SIGKILL. When the holder ends, the kernel ends every process that has
+entered its namespace.
 
 This is not an environment itself: environments use it.
 """
@@ -46,8 +47,8 @@ FILE_SECONDS = 60.0  # seconds to copy a file in or out
 READY = b"ready\n"
 # Creates a box's namespaces; the command after it runs as their first process.
 OWN = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc")
-# Shared memory lies in the layer, whose size bounds both. /mnt/image holds the original image, with
-# folders for the mounts of `aside`. sandbox.LAYER has set the working folder.
+# Shared memory is part of the layer, whose size limits both. /mnt/image shows the original image,
+# with folders for the mounts of `aside`. sandbox.LAYER has set the working folder.
 HOLD = """
 mkdir -m 1777 /mnt/shm && mkdir /mnt/own /mnt/rest /mnt/image || exit
 layers=lowerdir=.,upperdir=/mnt/own,workdir=/mnt/rest,userxattr
@@ -61,14 +62,14 @@ PATHS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ENVIRONMENT = {"PATH": PATHS, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
 OPEN_FILES = 65_536  # open files per process
 FIRST_KILLED = 900  # oom_score_adj of a command; engines have 0
-QUICK = 16 << 20  # bytes of output read at full speed; more is read slowly, so `yes` costs little
+QUICK = 16 << 20  # bytes of output read at full speed, then slowly, so that `yes` costs little
 PART = 1 << 16  # bytes read at once
 SLOWLY = 0.01  # seconds between two parts after QUICK bytes
-BESIDE = "/tmp/box"  # where `aside` sees the box's files
-SOON = 0.05  # seconds between two searches for processes that a killed command has left
+BESIDE = "/tmp/box"  # the folder in which an `aside` command sees the box's files
+SOON = 0.05  # seconds between two searches for processes that a killed command has left behind
 PUT = 'mkdir -p -- "${1%/*}/" && cat >"$1"'
 GET = '[ -f "$1" ] && exec head -c "$2" -- "$1"'
-LONGEST = 100_000  # bytes of a command; the kernel takes no argument of 128 KiB
+LONGEST = 100_000  # bytes of a command; the kernel refuses an argument of 128 KiB
 TOO_LONG = "bash: Argument list too long\n"
 
 
@@ -84,8 +85,8 @@ class Ran(NamedTuple):
     """How a command ended."""
 
     output: str  # stdout and stderr in order of arrival; the beginning and the end if it is long
-    code: int | None  # None if the command was ended
-    ended: str  # "" if by itself, else "time", "memory", "processes", or why the box is gone
+    code: int | None  # None if the command did not end by itself
+    ended: str  # "" if it ended by itself, else "time", "memory", "processes", or `Box.gone`
     seconds: float  # wall-clock seconds
 
 
@@ -97,12 +98,12 @@ class View(NamedTuple):
 
 
 class Box:
-    """One container, inside an `async with`, which raises CheckerError if it does not start.
+    """One container, for use in `async with`, which raises CheckerError if it does not start.
 
     `image` is a folder or a .sif, `workdir` the folder in it where commands start. Methods raise
-    CheckerError if the machine fails, never because of a command, which may remove all files or
-    kill all processes. Each method takes a `sandbox.place()`. If the node has no room for another
-    box, the start waits.
+    CheckerError if the machine fails, but never because of a command, even if it removes all files
+    or kills all processes. Each method occupies a `sandbox.place()`. If the node has no room for
+    another box, the start waits.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Box:
         self.size = size or Size()
         self.peak = 0  # highest memory use seen, in bytes
         self.started = 0.0  # seconds that the start took
-        self.gone = ""  # why the box cannot be used any more: "memory"
+        self.gone = ""  # "memory" once the box can no longer be used
         self.holder: subprocess.Popen | None = None
         self.channel: socket.socket | None = None
         self.lower: sif.Lower | None = None
@@ -138,7 +139,7 @@ class Box:
     async def run(self, command: str, seconds: float, most: int = 1 << 20) -> Ran:
         """Runs a bash command in the working folder, for at most `seconds`.
 
-        Keeps at most `most` bytes of its output.
+        Returns at most `most` bytes of its output.
         """
         written = command.encode("utf-8", "replace").replace(b"\0", b"")
         if len(written) > LONGEST:
@@ -227,7 +228,7 @@ class Box:
         given: bytes = b"",
         view: "View | None" = None,
     ) -> Ran:
-        """Runs a command with `given` as its input. Raises CheckerError if it did not begin."""
+        """Runs a command with `given` as its input. Raises CheckerError if it did not start."""
         with contextlib.ExitStack() as stack:
             status = memory_file("")
             stack.callback(os.close, status)
@@ -242,7 +243,7 @@ class Box:
             )
             ran = await self._finish(process, seconds, output)
             begun = b"exit-code" in os.pread(status, 1000, 0)
-            # Nothing has run, and only an earlier command can have removed the shell.
+            # Nothing ran, but only an earlier command can have removed the shell.
             begun |= ran.code == 1 and output.head.startswith(b"bwrap: execvp bash")
         if not ran.ended and ran.code == 128 + signal.SIGKILL and oom_kills() > killed:
             ran = ran._replace(code=None, ended="memory")
@@ -283,7 +284,7 @@ class Box:
     async def _sweep(self) -> None:
         """Kills the processes of a bubblewrap that was killed before its child was tied to it.
 
-        They hold the output open, and asyncio waits for a process until its output is read.
+        They keep the output open, and asyncio waits for a process until its output has been read.
         """
         assert self.holder
         while self.holder.poll() is None:
@@ -293,7 +294,7 @@ class Box:
             await asyncio.sleep(SOON)
 
     def _passed(self, clock: Clock, seconds: float) -> str:
-        """Returns the limit a command exceeded, or "". Raises CheckerError if it starves."""
+        """Returns the limit that a command exceeded, or "". Raises CheckerError if it starves."""
         layer = self._layer()
         limits = Limits(seconds, self.size.memory - layer, self.size.processes)
         ended = clock.verdict(limits)
@@ -301,7 +302,10 @@ class Box:
         return ended
 
     def _layer(self) -> int:
-        """Returns the bytes in layer and shared memory. Raises CheckerError if the box is gone."""
+        """Returns the bytes used by the layer, which includes shared memory.
+
+        Raises CheckerError if the box is gone.
+        """
         assert self.holder
         try:
             found = os.statvfs(f"/proc/{self.holder.pid}/root{sif.WHERE}")
@@ -318,12 +322,12 @@ class Box:
         """Returns the View for a command that runs alongside the box.
 
         The command's own files may take up twice the size of the layer. The image's working folder
-        is hidden: it holds answers that the box no longer has.
+        is hidden, because it contains answers that the box no longer does.
         """
         mounts = ["--ro-bind", "/mnt/image", "/", "--proc", "/proc", "--dev", "/dev"]
         mounts += ["--size", "4096", "--tmpfs", folder]
         mounts += ["--size", str(2 * self.size.disk), "--tmpfs", "/tmp"]
-        # Below /tmp a link in the box leads to the image, not to the machine's files.
+        # Links among the box's files, mounted below /tmp, lead to the image, not to the machine.
         return View([*mounts, "--ro-bind", "/mnt/root", BESIDE], f"{BESIDE}{folder}")
 
     def _must_live(self) -> None:
@@ -333,7 +337,7 @@ class Box:
             raise CheckerError(f"the holder of a box has ended: code {self.holder.returncode}")
 
     def _entering(self, status: int, calls: int, view: "View") -> list[str]:
-        """Returns the prefix that makes a command run in the box, or next to it."""
+        """Returns the prefix that makes a command run in the box, or alongside it."""
         self._must_live()
         assert self.holder and self.lower
         command = ["choom", "-n", str(FIRST_KILLED), "--", *self.lower.user]
@@ -388,7 +392,7 @@ class Output:
                 await asyncio.sleep(SLOWLY)
 
     def text(self) -> str:
-        """Returns the whole output, or its beginning and its end."""
+        """Returns the whole output, or its beginning and its end if it is long."""
         tail = self.tail[max(0, len(self.tail) - self.last) :]
         missing = self.total - len(self.head) - len(tail)
         if not missing:
@@ -399,7 +403,7 @@ class Output:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a command. If bubblewrap still runs, the command's processes end before it does.
+    """Ends a command. If bubblewrap is still running, the command's processes end before it does.
 
     Bubblewrap's own first process is the child of nsenter.
     """

@@ -1,14 +1,14 @@
-"""Limits how many boxes a node's processes hold at once, according to its memory.
+"""Limits how many boxes a node's processes hold at once, according to the node's memory.
 
-A box's changed files are held in memory. Together, the changed files of all boxes may take up half
-of the node's memory: 128 boxes of 2 GiB at once in 512 GiB. The rest is for engines, trainers and
-commands; no more commands run at once than the node has processors. GRPO_BOXES sets a different
-number of boxes. A box beyond the limit waits for up to a quarter of the time that a rollout may
-take.
+A box's changed files are stored in memory. Together, the changed files of all boxes may take up
+half of the node's memory: 128 boxes of 2 GiB each on a node with 512 GiB. The rest is for engines,
+trainers and commands; no more commands run at once than the node has processors. GRPO_BOXES sets a
+different number of boxes. A box beyond the limit waits for up to a quarter of the time that a
+rollout may take.
 
-A place is a name among the kernel's abstract sockets, which only one process can hold at a time,
-and which that process loses when it ends. So no count can be wrong, and nothing is left behind.
-Each user has separate places.
+A place is the name of an abstract socket, which only one process can hold at a time, and which the
+kernel releases when that process ends. So no count can be wrong, and nothing is left behind. Each
+user has separate places.
 
 This is not an environment itself: envs/boxes/box.py uses it.
 """
@@ -32,7 +32,7 @@ VARIABLE = "GRPO_BOXES"
 SHARE = 0.5  # share of the node's memory for the boxes' changed files
 WAIT = 0.25  # share of the time that a rollout may take
 LOOK = 0.2  # seconds between two attempts to get a place
-# The boxes that wait in this process take turns, by event loop.
+# One lock per event loop: the boxes that wait in it take turns.
 _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
     weakref.WeakKeyDictionary()
 )
@@ -87,7 +87,7 @@ def boxes(disk: int) -> int:
     """
     given = os.environ.get(VARIABLE, "")
     if given and not re.fullmatch("[1-9][0-9]{0,5}", given):
-        raise CheckerError(f"{VARIABLE} = {given!r}: expected how many boxes a node holds at once")
+        raise CheckerError(f"{VARIABLE} = {given!r}: expected the maximum number of boxes")
     return int(given) if given else max(1, int(SHARE * memory() / max(1, disk)))
 
 
@@ -104,7 +104,7 @@ def memory() -> int:
 
 
 def problem(disk: int) -> str:
-    """Returns why no box of this size gets a place, and how to fix it; "" if one does."""
+    """Returns why no box of this size can get a place, and how to fix it; "" if one can."""
     try:
         boxes(disk)
     except CheckerError as error:
@@ -113,6 +113,6 @@ def problem(disk: int) -> str:
     if available < disk:
         return (
             f"this node has {available >> 20} MiB of memory, "
-            f"but the files that one box changes may take {disk >> 20}"
+            f"but the files that one box changes may take up {disk >> 20} MiB"
         )
     return ""

@@ -2,8 +2,7 @@
 
 GRPO_IMAGE_CACHE names a folder on that disk; without it, images are read in place.
 GRPO_IMAGE_CACHE_GIB limits the total size of the copies; if it is not set, the limit is half of the
-disk. If another copy does not fit, the least recently used copies are removed, except copies in
-use.
+disk. If a new copy does not fit, the least recently used copies are removed, except copies in use.
 
 A copy is a file, NAME-DIGEST.sif; its timestamp shows its last use. Its readers hold a shared lock
 on it, and a process that writes or removes it holds an exclusive one: the kernel releases these
@@ -148,7 +147,7 @@ def _write(image: Path, digest: str, lock: BinaryIO, whole: Path) -> None:
 
 @contextlib.contextmanager
 def _sole(folder: Path) -> Iterator[None]:
-    """Waits until no other process is making room in the folder. Raises OSError after too long.
+    """Locks the folder against other processes that make room. Raises OSError after COPY seconds.
 
     Making room takes only moments if the file system can reserve space.
     """
@@ -176,7 +175,7 @@ def _make_room(folder: Path, size: int) -> None:
     if taken + size > most or size > shutil.disk_usage(folder).free:
         raise OSError(
             errno.ENOSPC,
-            f"{taken >> 20} MiB of {most >> 20} are in use, so {size >> 20} more do not fit",
+            f"{taken >> 20} of {most >> 20} MiB are in use, so {size >> 20} MiB more do not fit",
             str(folder),
         )
 
@@ -207,7 +206,7 @@ def digest_of(image: Path) -> str:
 
 
 def limit(folder: Path) -> int:
-    """Returns how many bytes the copies may take."""
+    """Returns how many bytes the copies may take up."""
     given = os.environ.get(MOST)
     return int(float(given) * (1 << 30)) if given else int(SHARE * shutil.disk_usage(folder).total)
 
@@ -217,7 +216,7 @@ def problem() -> str:
     folder = os.environ.get(FOLDER)
     given = os.environ.get(MOST)
     if given and not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", given):
-        return f"{MOST} = {given!r}: expected the GiB that copies of images may take"
+        return f"{MOST} = {given!r}: expected how many GiB the copies may take up"
     if not folder:
         return f"{MOST} = {given!r} without {FOLDER}, the folder for the copies" if given else ""
     try:

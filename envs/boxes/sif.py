@@ -1,9 +1,10 @@
 """Opens a row's image: a .sif or an unpacked folder below services.images.
 
-A .sif is a squashfs with a header. One squashfuse_ll process shows its files to all of a worker's
+A .sif is a squashfs with a header. One squashfuse_ll process serves its files to all of a worker's
 boxes that use it, in separate namespaces: no other process sees the mount, and no privilege is
 needed. The process ends with the last of these boxes, or with the worker. If the worker runs as the
-machine's root, the process and its boxes run as the user nobody, whose processes the kernel limits.
+machine's root, the process and its boxes run as the user nobody, because the kernel limits the
+number of processes of any user but root.
 
 This is not an environment itself: envs/boxes/box.py uses it.
 """
@@ -31,7 +32,7 @@ from envs.services import CheckerError
 HEADER = struct.Struct("<32s10s3s3s16s8q")
 DESCRIPTOR = struct.Struct("<i?3I7q128s2i376s")
 MAGIC, SQUASHFS = b"SIF_MAGIC\0", b"hsqs"
-SYSTEM = (0x4004, 1, 2)  # a partition that holds a squashfs and is the primary system
+SYSTEM = (0x4004, 1, 2)  # a partition that contains a squashfs and is the primary system
 MOST = 1000  # maximum number of descriptors
 START = 60.0  # seconds that a mount may take
 LOOK = 0.01  # seconds between two checks for the mount
@@ -39,7 +40,7 @@ WHERE = "/mnt"  # any folder that exists: it is covered only in the mount's own 
 
 AS_ROOT = "GRPO_BOXES_AS_ROOT"
 WHY_NOT = (
-    "the kernel does not limit root's processes, and root's files in a folder need root: "
+    "the kernel does not limit the number of root's processes, and root's files need root: "
     f"use a .sif, or another user, or set {AS_ROOT}=1"
 )
 
@@ -69,7 +70,7 @@ def find(image: str) -> Path:
 
 @contextlib.asynccontextmanager
 async def opened(image: Path) -> AsyncIterator[Lower]:
-    """Opens an image's files while a box uses them. Raises CheckerError if that fails."""
+    """Makes an image's files available inside the block. Raises CheckerError if that fails."""
     if image.is_dir():
         if root_is_refused():
             raise CheckerError(f"{image} is a folder, and this user is root: {WHY_NOT}")
@@ -102,7 +103,7 @@ class Mount:
         command += ["--map-root-user", "--mount", "squashfuse_ll", "-f", "-o", options]
         self.errors = sandbox.memory_file("")
         try:
-            with open(image, "rb") as file:  # opened here: the run's user may not be allowed to
+            with open(image, "rb") as file:  # opened here: the run's user may lack permission
                 command += ["/proc/self/fd/0", WHERE]
                 self.process: subprocess.Popen = sandbox.popen(command, file.fileno(), self.errors)
         except CheckerError:
@@ -160,7 +161,7 @@ def problem() -> str:
 
 
 def root_is_refused() -> bool:
-    """Returns whether this user may not use images that are folders."""
+    """Returns whether this user is not allowed to use images that are folders."""
     return is_root() and os.environ.get(AS_ROOT) != "1"
 
 

@@ -3,20 +3,20 @@
     Checkers --starts--> server, the library imported --forks, for each thread--> warden
     each request: thread --JSON line--> warden --> check, which the warden forks
 
-A check that may execute an answer judges one and ends, and leaves nothing for the next. A check
-that executes nothing judges MANY, or ends with its first failure. It has no file open except its
-end of a socket, can write no files, sees a scrubbed environment and gains no rights. If this user
-is not root, it can start no process, and trace no warden and no other check. Its warden watches it,
-kills and reaps all processes that it started, and is the only process that sends to the parent. A
-verdict counts only after a token, which the check reads from its socket when it has judged the
-answer.
+A check that may execute an answer judges one answer and ends, so it leaves nothing for the next. A
+check that executes nothing judges MANY answers, or ends at its first failure. A check has no open
+file except its end of a socket, can write no files, sees a scrubbed environment and gains no
+rights. If this user is not root, it can start no process, and can trace neither a warden nor
+another check. Its warden watches it, kills and reaps all processes that it started, and is the only
+process that sends to the parent. A verdict counts only after a token, which the check reads from
+its socket when it has judged the answer.
 
 If services.sandbox is "bubblewrap", all of this runs in bubblewrap (envs/sandbox/sandbox.py), or
-raises; checks that execute nothing run without it if it is missing here. In bubblewrap a check sees
-the libraries, the code in envs/, no other process, and nothing else of this machine; as root it can
-still start processes, which end with it. An answer that it evaluates as Python can still give
-itself a reward: it can read the expected answer, or change the scorer. Without bubblewrap it has
-this user's rights, and can
+not at all; only checks that execute nothing run without bubblewrap if it is missing here. In
+bubblewrap a check sees the libraries, the code in envs/, no other process, and nothing else of this
+machine; as root it can still start processes, which end with it. An answer that it evaluates as
+Python can still give itself a reward: it can read the expected answer, or change the scorer.
+Without bubblewrap a check has this user's rights, and can
     escape its verdict: starve itself, or stop or kill its warden, which is an error, not a 0
     kill or stop processes of this user, and rewrite any that are not checks (as root, all)
     leave processes behind: as root, or itself, if it kills its warden first
@@ -56,15 +56,15 @@ DEADLINE = 10.0  # CPU seconds per check
 WALL = 3  # wall-clock seconds per CPU second; a check that takes longer starves
 PATIENCE = 0.5  # CPU seconds; a longer check restarts in the slow lane
 START_DEADLINE = 120.0  # seconds; a server needs about one second of CPU
-TICK = 0.1  # seconds between the times at which a warden examines a check
+TICK = 0.1  # seconds between two looks of a warden at its check
 AWAKE = "RD"  # states of a process that does not sleep
 STOPPED = "Tt"  # states of a process stopped from outside, if a check executes no answers
 GRACE = 10.0  # seconds that a verdict may be late
 MEMORY = 2 << 30  # bytes of address space; a check uses 0.1 GB
 MANY = 100  # answers that a process judges; a fork of 166 MB costs more than most of them
-LARGE = 512 << 20  # a check that uses more bytes ends after its answer: SymPy keeps results
+LARGE = 512 << 20  # a check that uses more bytes ends after its answer: SymPy caches results
 LONGEST = 64 << 20  # bytes of a verdict
-TRIES = 3  # tries per answer; two are enough if its check dies of it
+TRIES = 3  # tries per answer; two are enough if the check dies in both
 # The only environment variables that a check sees: no service's key, token or address.
 ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -79,13 +79,13 @@ LATE = TIMEOUT | {"starved": True}  # it starved, but had used ENOUGH of its dea
 
 
 class Checkers:
-    """Processes that run the function that `factory` returns, "module:name", under a deadline.
+    """Processes that run a function under a deadline; `factory`, "module:name", returns it.
 
-    The function takes the request's fields and returns a dict of JSON. `text` is the field that
-    holds the answer. `children` checks run at once, one per CPU if None, plus half as many slow
+    The function takes the request's fields and returns a dict of JSON values. The field `text`
+    contains the answer. `children` checks run at once, one per CPU if None, plus half as many slow
     ones. Each judges `answers` answers: one, or MANY if it executes none of them, since changes
-    that one answer makes to the process would affect the next. It is tied to no event loop. All
-    processes start when first needed, and end with this process.
+    that one answer makes to the process would affect the next. An instance is tied to no event
+    loop. All processes start when first needed, and end with this process.
     """
 
     def __init__(self, factory: str, children: int | None = None, answers: int = 1) -> None:
@@ -104,10 +104,10 @@ class Checkers:
         `deadline` is in seconds of CPU time or of sleep; waits for a free child or a CPU do not
         count. A check that starves of CPU is a timeout if it has used half of its deadline, and an
         error if it has not; both are counted. The verdict is value 0.0 with reason "crashed the
-        checker" if a warden sees the check die twice, and survive an empty `text`. Raises
+        checker" if a warden sees the check die twice, although it survives an empty `text`. Raises
         CheckerError if there is no verdict.
         """
-        import asyncio  # slower to import than everything else that the registry imports with this
+        import asyncio  # slower to import than everything else that the registry imports
 
         for lane, limit in ((self.quick, min(PATIENCE, deadline)), (self.slow, deadline)):
             verdict = await asyncio.wrap_future(lane.submit(self._run, limit, request))
@@ -170,14 +170,14 @@ class Checkers:
             if isinstance(error, TimeoutError):
                 process.kill()
             try:
-                why = f"code {process.wait(GRACE)} at its start"
+                why = f"it ended with code {process.wait(GRACE)} at its start"
             except subprocess.TimeoutExpired:  # it lives, and others need it
                 why = "no warden could be forked"
             raise CheckerError(f"{self.factory}: {why}") from None
 
     def _start(self) -> tuple[subprocess.Popen, socket.socket]:
         path = [os.path.abspath(folder) for folder in sys.path]
-        # Only the project's code can be read: other files of the project may hold the answers.
+        # Only the project's code can be read: other files of the project may contain the answers.
         reads = [folder for folder in path if folder != ROOT] + [sys.prefix, sys.base_prefix]
         reads += [os.path.join(ROOT, folder) for folder in ("core", "envs", "rollout", "settings")]
         code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve; serve()"
@@ -219,7 +219,7 @@ class Warden:
 
 
 def serve() -> None:
-    """Forks a warden for each connection that the parent sends, until the parent closes."""
+    """Forks a warden for each connection that the parent sends, until the parent hangs up."""
     door = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     logging.disable(logging.CRITICAL)
@@ -367,7 +367,7 @@ def check(function: Callable[..., dict], channel: socket.socket, left: int) -> N
             if descriptor not in (0, 1, 2, channel.fileno()):
                 with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
                     os.close(descriptor)
-        exactly(channel, 1)  # until the warden is its parent
+        exactly(channel, 1)  # waits until the warden is its parent
         os.setsid()
         prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the warden
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
@@ -403,7 +403,7 @@ def exactly(channel: socket.socket, size: int) -> bytes:
 
 
 def is_whole(received: bytearray, token: bytes) -> bool:
-    """Returns whether a check has sent a verdict after the token."""
+    """Returns whether a check has sent the token and a whole verdict after it."""
     head = TOKEN + SIZE.size
     if len(received) < head or not received.startswith(token):
         return False
@@ -462,7 +462,7 @@ def receive(channel: socket.socket, received: bytearray) -> bool:
 
 
 def clock(pid: int) -> tuple[float, float, bool]:
-    """Returns the seconds that a process ran, that it ran or waited for a CPU, and True if idle.
+    """Returns a process's CPU seconds, these plus its waits for a CPU, and whether it is idle.
 
     A process is idle if it sleeps because of the answer.
     """
@@ -474,7 +474,7 @@ def clock(pid: int) -> tuple[float, float, bool]:
 
 
 def end(pid: int) -> int:
-    """Kills the process and all that it started, which are or become children of this process."""
+    """Kills a process and all that it started; these are or become children of this process."""
     os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(ChildProcessError):

@@ -1,12 +1,12 @@
-"""Runs a command as its child; ends it, with all that it started, when the worker is gone.
+"""Runs a command; kills it, with all processes that it started, when the worker is gone.
 
 envs/sandbox/sandbox.py passes this text to `python -c`: it may import only the standard library.
 
     python -c TEXT SOCKET COMMAND ...
 
-The worker holds the other end of SOCKET. The kernel closes it when the worker ends, so it does not
-matter how far the command has come by then. Processes that lose their parent become children of
-this process, so none of them is lost.
+The worker holds the other end of SOCKET. The kernel closes it when the worker ends, even if the
+command is still starting. Processes that lose their parent become children of this process, so none
+of them is lost.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ import signal
 import sys
 import time
 
-IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)  # signals that Python ignores, and a command does not
-PAUSE = 0.01  # seconds between two looks at dying processes
+IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)  # signals that Python ignores, but a command must not
+PAUSE = 0.01  # seconds between two checks of dying processes
 
 
 def main(worker: int, command: list[str]) -> None:
@@ -55,7 +55,7 @@ def main(worker: int, command: list[str]) -> None:
 
 
 def kill() -> None:
-    """Kills all processes that came from this one, and waits until they are dead."""
+    """Kills all descendants of this process, and waits until they are dead."""
     with contextlib.suppress(ChildProcessError):
         while True:
             with open(f"/proc/self/task/{os.getpid()}/children") as children:

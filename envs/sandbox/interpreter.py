@@ -10,8 +10,8 @@ standard library.
     "alone" line  <-- the kernel allows no rooms here, and this process ends
     code DIED     <-- a room was killed by its program
 
-With `sessions`, its stdin takes connections, each of which gets a room that runs one piece of code
-at a time in the same process, as in a notebook:
+With `sessions`, it receives connections on stdin, each of which gets a room that runs one piece of
+code at a time in the same process, as in a notebook:
 
     "ready" line  <-- the room waits for code; or "alone"
     each piece:   JSON line, its text --> JSON line {output, cut} <-- the text that it printed
@@ -46,7 +46,7 @@ from typing import TextIO
 PRELUDE = """string re datetime collections heapq bisect copy math random statistics itertools
 functools operator io sys json builtins typing"""
 STDERR = 2000  # last bytes of stderr that are kept
-DUMPABLE = 4  # PR_SET_DUMPABLE: may other processes of this user trace a process, see its files?
+DUMPABLE = 4  # PR_SET_DUMPABLE: whether this user's other processes may trace it, see its files
 # Machine -> its number in linux/audit.h, and its numbers for three kinds of system calls: `socket`;
 # userfaultfd and io_uring_setup, which can bypass a filter; and calls for memory that no limit
 # counts, that outlives its process, or that other processes of this user see: shmget, msgget,
@@ -61,8 +61,8 @@ NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x00020000
 NOSUID_NODEV = 2 | 4  # flags of mount
 FOLDERS = ("/work", "/tmp", "/dev/shm")
 LOOK = 0.02  # seconds between two checks of a program
-PAUSE = 0.2  # maximum seconds counted between two checks; more means that something stood still
-SHARE = 5  # seconds per second of a program's deadline, if other processes keep processors busy
+PAUSE = 0.2  # maximum seconds counted between two checks; more means that something was paused
+SHARE = 5  # wall-clock seconds per second of a program's deadline, if others keep CPUs busy
 # A check that starves of CPU is a timeout of the answer if it has used this share of its deadline.
 ENOUGH = 0.5
 PAGE = 4096  # minimum bytes that a file in memory takes up
@@ -164,7 +164,7 @@ def fate(status: int) -> int:
 
 
 def warm(*modules: str) -> None:
-    """Imports the modules that are installed, so that forks need not."""
+    """Imports those of the modules that are installed, so that forks need not import them."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # no thread survives a fork
     for name in modules:
         with contextlib.suppress(ImportError):
@@ -175,8 +175,8 @@ def warm(*modules: str) -> None:
 def enter(size: int, watched: bool = True) -> None:
     """Creates a room, with folders of this size, and returns as its first process, without rights.
 
-    An intermediate parent ends with the `fate` of that process, or at once unless `watched`. Raises
-    OSError if the kernel forbids it.
+    An intermediate parent ends with the `fate` of that process, or at once if not `watched`. Raises
+    OSError if the kernel forbids rooms.
     """
     libc.prctl(DUMPABLE, 1)  # else /proc/self belongs to root
     user = os.getuid()
@@ -281,7 +281,7 @@ def serve(
     watches: bool,
     limits: dict,
 ) -> None:
-    """Runs one program on each input that comes; ends this process with 0 when it is done."""
+    """Runs one program on each input that arrives; ends this process with 0 when it is done."""
     bounds = bounds_of(limits, contained)
     bounds[resource.RLIMIT_CPU] = math.ceil(limits["seconds"]) + 1
     output = limits["output"]
@@ -444,7 +444,7 @@ def clear(contained: bool, pid: int) -> None:
 
 
 def attend(door: socket.socket, contained: bool, rooms: bool, limits: dict) -> None:
-    """Creates a session for each connection that comes through the door, until that is closed."""
+    """Creates a session for each connection that arrives at `door`, until `door` is closed."""
     gc.freeze()  # a collection would copy the pages that sessions share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # sessions leave no zombies
     while descriptors := socket.recv_fds(door, 1, 1)[1]:
@@ -470,7 +470,7 @@ def begin(connection: socket.socket, contained: bool, rooms: bool, limits: dict)
 
 
 def session(connection: socket.socket, limits: dict[int, int], most: int) -> None:
-    """Runs each piece of code that comes, and answers with the text that it printed."""
+    """Runs each piece of code that arrives, and replies with the text that it printed."""
     os.setsid()
     output = os.memfd_create("output")
     for number in (1, 2):

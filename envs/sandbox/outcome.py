@@ -27,8 +27,8 @@ class Ran(NamedTuple):
 
     stdout: str
     stderr: str  # the end of stderr
-    code: int | None  # negative for a signal; None if it was ended
-    ended: str  # "" if by itself, else "time", "memory", "processes" or "output"
+    code: int | None  # negative for a signal; None if it did not end by itself
+    ended: str  # "" if it ended by itself, else "time", "memory", "processes" or "output"
     seconds: float
 
 

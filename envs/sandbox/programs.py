@@ -1,12 +1,12 @@
-"""Runs Python programs in the sandbox, in interpreters that are warm before a program comes.
+"""Runs Python programs in the sandbox, in interpreters that stay warm between programs.
 
     Interpreter --starts--> zygote in bubblewrap, the prelude imported
     each program:      zygote --forks--> room: namespaces and folders of its own
     each of its inputs:  room --forks--> process, in which the program runs
 
 A room ends with its program, so that no program finds traces of an earlier one. The zygote lives on
-for the next. A room cannot see it: no process in a room can name, trace or stop it. If the kernel
-forbids rooms, each program has an interpreter of its own, which costs 40 ms.
+for the next program. It is invisible to rooms: no process in a room can name, trace or stop it. If
+the kernel forbids rooms, each program has an interpreter of its own, which costs 40 ms.
 """
 
 import asyncio
@@ -42,9 +42,9 @@ async def programs(
     """Runs a Python program on each input in turn, in a process of its own, one at a time.
 
     The program finds the names of interpreter.PRELUDE. Its runs share a working folder with each
-    other, and with no other program. If its interpreter dies of it twice and survives a harmless
-    program, `ended` is "killed". Raises CheckerError if there is no outcome, for example because
-    the interpreter was killed.
+    other, and with no other program. If the program kills its interpreter twice, and a harmless
+    program does not, `ended` is "killed". Raises CheckerError if there is no outcome, for example
+    because something else killed the interpreter.
     """
     limits = limits or Limits()
     if current().sandbox == "http":
@@ -80,7 +80,7 @@ class Interpreter:
 
         A program ended by a signal that may have come from outside runs once more. If that happens
         again, it counts as the program's own end: a program can send each of these signals to
-        itself, and must earn its 0.
+        itself, and must then earn 0.
         """
         killed = oom_kills()
         deaths = self.deaths

@@ -3,8 +3,8 @@
     bubblewrap   new user, pid, net, ipc, uts and mount namespaces; no capabilities; the machine's
                  /usr and Python, read-only; a sized tmpfs as working folder; a cleared environment
     http         NeMo-Skills' sandbox service at services.sandbox_url (SANDBOX_CONTAINER)
-    unsafe       a process of this user, with limits and a deadline. It can read and write all that
-                 this user can. A warning in the log repeats this
+    unsafe       a process of this user, with limits and a deadline. It can read and write
+                 everything that this user can. A warning in the log says so
 
 A run has limits on processor time, memory, processes, file sizes, open files and output, and a
 deadline after which all processes that it started are killed. Waiting for a free place, or for a
@@ -51,11 +51,11 @@ CALLS = seccomp_filter(memory=False)  # system calls that a command may not make
 WORK = "/work"  # the working folder of a run
 PACKAGES = "/packages"  # libraries for sessions
 PATIENCE = 5  # a run may take this many times its deadline if other processes keep CPUs busy
-HUNGRY = 8  # threads of a run: with this many, they can only wait for each other
+HUNGRY = 8  # threads of a run; if there are this many, they may just be waiting for each other
 START = 60.0  # seconds that an interpreter may take to start
 STDERR = 2000  # last characters of stderr that are kept
 BOUND = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
-# Files that the machine's root owns, and can write to unless they are bound over, read-only.
+# Files that the machine's root owns, and can write to unless they are mounted read-only.
 OF_ROOT = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/acpi", "/proc/scsi")
 # Changes to the folder $0 go to a private in-memory layer of $1 bytes over it.
 LAYER = """
@@ -64,7 +64,7 @@ layers=lowerdir=.,upperdir=/mnt/over,workdir=/mnt/work,userxattr
 mount -t overlay -o "$layers" none /mnt/root && shift && exec "$@"
 """
 WORKS: list[bool] = []  # [True] once bubblewrap has isolated a process
-# Problems that last: bubblewrap will not isolate a process a moment later either.
+# Matches problems that last: bubblewrap will not isolate a process a moment later either.
 LASTS = re.compile("not on the path|util-linux|the kernel forbids|[Pp]ermission|not permitted")
 PLACES: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
     weakref.WeakKeyDictionary()
@@ -97,7 +97,7 @@ def problem() -> str:
 
 
 def problem_of_start() -> str:
-    """Returns why no program could run, before a run starts; also asks a service if it is used."""
+    """Returns why no program can run; unlike `problem`, also asks the service if one is used."""
     if why := problem():
         return why
     if current().sandbox == "http":
@@ -113,7 +113,7 @@ def problem_of_checks() -> str:
 
 
 def problem_of_bubblewrap() -> str:
-    """Returns why bubblewrap has not isolated a process just now; "" if it has."""
+    """Tries to isolate a process, and returns why bubblewrap could not; "" if it could."""
     if not shutil.which("bwrap"):
         return "bwrap is not on the path: apt install bubblewrap, or dnf install bubblewrap"
     code = "import os; os.waitpid(os.fork() or os._exit(0), 0)"
@@ -165,7 +165,7 @@ def own_packages() -> str:
         tried = told([*as_run_user(), *python(), "-c", code])
     except OSError as error:
         raise CheckerError(f"the sandbox cannot start Python: {error}") from None
-    if tried.returncode and "ModuleNotFoundError" not in tried.stderr:  # it may not last
+    if tried.returncode and "ModuleNotFoundError" not in tried.stderr:  # perhaps temporary
         raise CheckerError(
             f"the sandbox could not import numpy: code {tried.returncode}, {tried.stderr[-300:]!r}"
         )
@@ -182,12 +182,12 @@ def wrapped(
     rooms: bool = False,
     packages: str = "",
 ) -> list[str]:
-    """Returns the prefix that isolates a command; `files` holds the path and descriptor of each.
+    """Returns the prefix that isolates a command; `files` are pairs of a path and a descriptor.
 
     The command sees the folder `packages` as PACKAGES. Root becomes the user nobody first, since
-    the kernel does not limit processes of root. With an image as `root`, the run's user is the
-    owner of its files. A command that creates `rooms` itself forbids namespaces and limits the
-    processor time in them.
+    the kernel does not limit the number of root's processes. With an image as `root`, the run's
+    user is the owner of its files. A command that creates `rooms` must itself forbid namespaces and
+    limit the processor time in them.
     """
     command = [*as_run_user(root), *limited(limits, not rooms)]
     if root:
@@ -223,9 +223,9 @@ def wrapped(
 def around(reads: Iterable[str], executes: bool) -> list[str]:
     """Returns the prefix for checks that may read these files and folders, and no others.
 
-    Empty if the configured sandbox is not bubblewrap. If bubblewrap is missing or forbidden here,
-    checks that execute no answers run without it. Raises CheckerError for other checks,
-    and if bubblewrap fails for another reason, which may not last.
+    The prefix is empty if the configured sandbox is not bubblewrap. If bubblewrap is missing or
+    forbidden here, checks that execute no answers run without it. Raises CheckerError for other
+    checks, and if bubblewrap fails for another reason, which may be temporary.
     """
     if current().sandbox != "bubblewrap":
         return []
@@ -289,7 +289,7 @@ class Clock:
         self.processes = 0  # number of processes; a look stops counting above its limit
 
     def look(self, most: int = sys.maxsize) -> None:
-        """Adds the time since the last look, for at most this many processes."""
+        """Adds the time since the last look, for at most `most` processes."""
         found: dict[int, tuple[int, int]] = {}
         pages = 0
         used = 0.0
@@ -380,8 +380,8 @@ async def run(
 ) -> Ran:
     """Runs a command in a fresh sandbox, with `files` (path -> text) in its working folder.
 
-    `root` is a folder that takes the place of the machine's files; changes there are lost. `reads`
-    are further folders that the run sees. Raises CheckerError if there is no outcome.
+    `root` is a folder that replaces the machine's files; changes there are lost. `reads` are
+    further folders that the run sees. Raises CheckerError if there is no outcome.
     """
     limits = limits or Limits()
     backend = isolates()
@@ -394,7 +394,7 @@ async def run(
             stack.callback(os.close, descriptor)
             return descriptor
 
-        status = opened("")  # nothing in the sandbox has it
+        status = opened("")  # no process in the sandbox has it open
         given = opened(stdin)
         calls = opened(CALLS)
         contents = {path: opened(text) for path, text in (files or {}).items()}
@@ -463,7 +463,7 @@ def memory_file(content: str | bytes) -> int:
 
 
 def path_alone() -> dict[str, str]:
-    """Returns an environment that holds only the search path of this process."""
+    """Returns an environment that contains only the search path of this process."""
     return {"PATH": os.environ.get("PATH", os.defpath)}
 
 
@@ -494,7 +494,7 @@ async def start(
 ) -> asyncio.subprocess.Process:
     """Starts a process in a new session, with no environment variables except PATH.
 
-    Its stdout is a pipe, whose lines may have `limit` bytes.
+    Its stdout is a pipe, whose lines may be up to `limit` bytes long.
     """
 
     async def begin() -> asyncio.subprocess.Process:
@@ -558,7 +558,7 @@ async def finish(process: asyncio.subprocess.Process, limits: Limits) -> Ran:
         # asyncio waits for a process until its pipes are read to the end.
         rest = asyncio.create_task(end(process.stdout)) if out.done() else out
         await kill(process)
-        # If nothing isolates it, a process that it left behind may hold the pipes.
+        # If nothing isolates it, a process that it left behind may keep the pipes open.
         for _ in range(10):  # a pause of this process costs at most one of these waits
             await asyncio.wait({out, rest, err}, timeout=TICK / 10)
         seconds = time.monotonic() - clock.began

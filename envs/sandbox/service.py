@@ -1,9 +1,9 @@
 """Calls NeMo-Skills' sandbox service (nemo_skills/code_execution) over HTTP.
 
-The service reports "completed" for a program that an OOM killer ended, gives no exit code, cuts
-long output, and answers 500 if output is not UTF-8 (local_sandbox_server.py). So a program is sent
-as input to envs/sandbox/interpreter.py, which prints its outcome as JSON. No JSON means no
-outcome.
+The service reports "completed" for a program that an OOM killer ended, returns no exit code, cuts
+long output, and replies with status 500 if output is not UTF-8 (local_sandbox_server.py). So a
+program is sent as input to envs/sandbox/interpreter.py, which prints its outcome as JSON. No JSON
+means no outcome.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
     # Files that another program left in the service's folder must not be imported.
     path = "sys.path[:] = [folder for folder in sys.path if folder]"
     code = f"import sys; {path}; sys.argv.append({json.dumps(settings)!r})\n{TEXT}"
-    # Sent as ASCII, in the input: an argument holds only 128 KiB, and half a surrogate pair is not
+    # Sent as ASCII, in the input: an argument is limited to 128 KiB, and a lone surrogate is not
     # text.
     request = json.dumps({"source": source, "stdin": stdin}) + "\n"
     seconds = START + SHARE * limits.seconds
@@ -94,7 +94,7 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
     if reply["process_status"] == "timeout":
         count_starved("error")
         raise CheckerError(f"the sandbox service at {url} gave no outcome in {seconds:g} s")
-    if "Traceback" in reply["stderr"]:  # the interpreter's: a program's is in its outcome
+    if "Traceback" in reply["stderr"]:  # of the interpreter: a program's is in its outcome
         raise CheckerError(
             f"the interpreter at the sandbox service at {url} failed: {reply['stderr'][-300:]}"
         )
@@ -147,7 +147,7 @@ async def post(
 
     Raises Failed, and CheckerError if the service refuses the request.
     """
-    import aiohttp  # slower to import than everything else that the registry imports with this
+    import aiohttp  # slower to import than everything else that the registry imports
 
     headers = {"Content-Type": "application/json"}
     if session:

@@ -54,7 +54,7 @@ class Host:
 
     @classmethod
     def of(cls, limits: Limits) -> "Host":
-        """Returns the host of all sessions with these limits; a new one if each needs its own."""
+        """Returns the host of sessions with these limits; a new one if each needs its own host."""
         host = cls.shared.get(limits)
         if host and host.process.poll() is None:
             return host
@@ -88,7 +88,7 @@ class Host:
 
 
 class Session:
-    """One session, which starts with its first piece of code, inside an `async with`."""
+    """One session, for use in `async with`; it starts with its first piece of code."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -178,14 +178,14 @@ class Session:
         await self.close()
         if host.in_rooms and not Host.rooms:
             return await self.start()
-        why = "it did not greet"
+        why = "it sent no greeting"
         with contextlib.suppress(subprocess.TimeoutExpired):
             await in_thread(host.process.wait, TICK)
             why = host.close()
         raise CheckerError(f"the sandbox's Python did not start a session: {why or 'it is dead'}")
 
     async def greeting(self) -> bytes:
-        """Returns a new session's first bytes, or none if they are late; notes its pid."""
+        """Returns a new session's first bytes, or none if they are late; records its pid."""
         assert self.connection
         loop = asyncio.get_running_loop()
         came = asyncio.Event()

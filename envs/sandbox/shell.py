@@ -27,8 +27,8 @@ TEXT = Path(__file__).with_name("terminal_host.py").read_text(encoding="utf-8")
 START = 60.0  # seconds for a terminal to start, or for an answer to be late
 PRINTED = 1 << 20  # bytes that a check's command may print
 READY = "the folder is unpacked\n"
-# Errors from tar for a folder that cannot be unpacked anywhere, for example one that was made step
-# by step.
+# Errors from tar for a folder that cannot be unpacked anywhere, for example because a long path in
+# it was created step by step.
 OWN_FAULTS = ("No space left", "File name too long")
 # Sequences that move the cursor, choose colours, or name the window.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*\x07?|[ -/]?[0-~])")
@@ -43,7 +43,7 @@ HOME=/tmp exec bash -c "$1" </dev/null
 
 
 class Reply(TypedDict, total=False):
-    """An answer of envs/sandbox/terminal_host.py."""
+    """A reply from envs/sandbox/terminal_host.py."""
 
     screen: str
     ended: str
@@ -51,12 +51,12 @@ class Reply(TypedDict, total=False):
 
 
 class Shell:
-    """One shell, inside an `async with`; `files` (path -> text) are put in its working folder."""
+    """One shell, for use in `async with`; `files` (path -> text) are put in its working folder."""
 
     def __init__(self, limits: Limits, files: dict[str, str]) -> None:
         self.limits = limits
         self.files = files
-        self.used = False  # True once anything was typed
+        self.used = False  # True once anything has been typed
         self.ended = ""  # the limit that it has exceeded: "time" or "memory"
         self.full = False  # True if its user had no room for all its processes
         self.process: asyncio.subprocess.Process | None = None
@@ -128,7 +128,7 @@ class Shell:
     async def pack(self) -> bytes | None:
         """Ends all processes; returns a tar of the working folder, or None if tar fails.
 
-        Raises CheckerError if that fails, or if a command may have been refused a process.
+        Raises CheckerError if the terminal fails, or if a command may have been refused a process.
         """
         self.send({"pack": True})
         size = (await self.answer(START))["size"]
@@ -144,7 +144,7 @@ class Shell:
         self.process.stdin.write(json.dumps(request).encode() + b"\n")
 
     async def answer(self, seconds: float) -> Reply:
-        """Returns the answer to a request. Raises CheckerError if it does not come."""
+        """Returns the reply to a request. Raises CheckerError if it does not arrive in time."""
         assert self.process and self.process.stdout
         async with self.late(seconds):
             line = await self.process.stdout.readline()
@@ -178,8 +178,9 @@ async def said_after(
     """Unpacks a folder in a fresh sandbox, replaces its copies of `files`, runs a command there.
 
     Returns the command's output, or None if the command exceeds a limit or the folder cannot be
-    unpacked anywhere. Raises CheckerError, also if unpacking fails for another reason. A command
-    ended by a signal in SENT runs once more; if that happens again, the folder is at fault.
+    unpacked anywhere. Raises CheckerError if the sandbox fails, or if unpacking fails for another
+    reason. A command ended by a signal in SENT runs once more; if that happens again, the folder is
+    at fault.
     """
     given = {f".given/{path}": text for path, text in files.items()}
     argv = ["bash", "-c", CHECK, "check", command]

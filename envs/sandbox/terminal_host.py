@@ -35,7 +35,7 @@ SIZE = struct.pack("HHHH", 40, 160, 0, 0)  # lines and columns of the terminal
 
 
 class Request(TypedDict, total=False):
-    """A request of envs/sandbox/shell.py."""
+    """A request from envs/sandbox/shell.py."""
 
     keys: str
     command: str
@@ -134,7 +134,7 @@ class Terminal:
         return 0
 
     def write(self, keys: bytes) -> bytes:
-        """Writes keys; returns those that a full terminal does not take."""
+        """Writes keys; returns the keys that a full terminal does not accept."""
         with contextlib.suppress(BlockingIOError, OSError):
             return keys[os.write(self.tty, keys[:512]) :] if keys else keys
         return keys

@@ -17,8 +17,8 @@ from pathlib import Path
 from envs.sandbox.outcome import Limits
 from envs.services import current
 
-FULL = "the limit of a user's processes (ulimit -u) leaves a run fewer than it was promised"
-NOBODY = 65534  # the user that runs have if this process is root
+FULL = "the limit on a user's processes (ulimit -u) leaves a run fewer than it was promised"
+NOBODY = 65534  # the user that owns runs if this process is root
 OWN = 8  # processes of a run that belong to bubblewrap, or to an interpreter
 DYING = 10  # checks, a tenth of a second apart, while killed processes end
 COUNTED = re.compile(r"^Uid:\t(\d+).*^Threads:\t(\d+)", re.M | re.S)
@@ -49,7 +49,7 @@ def full(limits: Limits, image: bool = False) -> bool:
     """Returns whether a run's user has no room for all processes that the run is promised."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     whose = user(image)
-    if most == resource.RLIM_INFINITY or whose == 0:  # the kernel does not limit root
+    if most == resource.RLIM_INFINITY or whose == 0:  # root has no limit
         return False
     free = most - limits.processes - OWN
     return of_machine() > free and of_user(whose) > free
@@ -65,7 +65,7 @@ async def full_after(limits: Limits, killed: bool, image: bool = False) -> bool:
 
 
 def of_machine() -> int:
-    """Returns how many processes and threads all users have, in all containers, from one file."""
+    """Returns how many processes and threads all users have in all containers; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
     return 0

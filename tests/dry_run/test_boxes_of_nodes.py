@@ -80,8 +80,8 @@ def test_a_node_of_less_memory_is_named_before_its_gpus_are_used(run, monkeypatc
     monkeypatch.setattr(box_budget, "memory", lambda: GIB)
     (problem,) = submit_check.boxes(run)
     assert (
-        problem
-        == "this node has 1024 MiB of memory, but the files that one box changes may take 2048"
+        problem == "this node has 1024 MiB of memory, "
+        "but the files that one box changes may take up 2048 MiB"
     )
     monkeypatch.setenv(box_budget.VARIABLE, "no")
     (problem,) = submit_check.boxes(run)

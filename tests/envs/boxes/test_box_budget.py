@@ -156,4 +156,4 @@ def outcome_folder(root: Path) -> Path:
 @pytest.mark.parametrize("given", ["0", "-1", "many", "1.5", "9999999"])
 def test_a_number_that_is_none_is_named(monkeypatch, given):
     monkeypatch.setenv(box_budget.VARIABLE, given)
-    assert f"GRPO_BOXES = {given!r}: expected how many boxes" in box_budget.problem(1)
+    assert f"GRPO_BOXES = {given!r}: expected the maximum number of boxes" in box_budget.problem(1)

@@ -95,7 +95,7 @@ async def test_what_was_not_used_for_longest_goes_and_nothing_in_use(tmp_path, c
             async with near(write(tmp_path, "d", 1)) as small:
                 assert small.parent == cache and copies(cache) == ["a", "c", "d"]
     assert caplog.text.count("images are read in place") == 1
-    assert "2 MiB of 2 are in use, so 1 more do not fit" in caplog.text
+    assert "2 of 2 MiB are in use, so 1 MiB more do not fit" in caplog.text
     async with near(b) as file:
         assert file.read_bytes() == b.read_bytes()
 
@@ -225,7 +225,7 @@ def test_many_processes_at_once_see_whole_images_within_the_limit(tmp_path, cach
 @pytest.mark.parametrize(("folder", "most", "message"), [
     ("relative", "1", "GRPO_IMAGE_CACHE = 'relative': expected the absolute path"),
     ("/proc/none", "1", "GRPO_IMAGE_CACHE = '/proc/none': expected a folder on this node's disk"),
-    (None, "many", "GRPO_IMAGE_CACHE_GIB = 'many': expected the GiB"),
+    (None, "many", "GRPO_IMAGE_CACHE_GIB = 'many': expected how many GiB"),
     (None, "1", "GRPO_IMAGE_CACHE_GIB = '1' without GRPO_IMAGE_CACHE"),
 ])  # fmt: skip
 def test_a_cache_that_cannot_be_is_named(tmp_path, monkeypatch, folder, most, message):

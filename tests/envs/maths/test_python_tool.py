@@ -285,7 +285,7 @@ async def test_a_session_that_does_not_start_is_no_output(monkeypatch):
         await session("1")
     monkeypatch.setattr(sessions, "TEXT", "import time; time.sleep(100)")
     monkeypatch.setattr(sessions, "START", 0.3)
-    with pytest.raises(services.CheckerError, match="it did not greet"):
+    with pytest.raises(services.CheckerError, match="it sent no greeting"):
         await session("1")
     assert children() <= before
 
