@@ -11,14 +11,14 @@ request to the address in the request's `metadata["policy"]`:
 If a request repeats the policy's answers, it continues from the ids that were sampled. In earlier
 messages, only the role, content, calls and result ids are compared, because programs drop reasoning
 and trim text. The run decides how to sample: temperature, `tool_choice`, `response_format` and the
-like are not read, because a forced answer is not the policy's own. A shorter `max_tokens` is
-honoured. Several answers (n) and stop words are refused. A stream has the whole answer in one
-event.
+like are ignored, because a forced answer is not the policy's own. A smaller `max_tokens` is
+honoured. Requests for several answers (n), or with stop words, are refused. A stream consists of
+one event with the whole answer.
 
 A request for `logprobs` gets the policy's own logprobs, with tokens named `token_id:N`. A request
 with `return_token_ids` or `return_tokens_as_token_ids` gets prompt_token_ids, generation_token_ids
-and generation_log_probs in the message, as in NeMo-Gym, and `versions` next to it. Training data
-does not travel this way: an episode consists of the turns that its own sampler saw.
+and generation_log_probs in the message, as in NeMo-Gym, and `versions` next to the message.
+Training data does not travel this way: an episode consists of the turns that its own sampler saw.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class Completion(TypedDict):
 class Asked(NamedTuple):
     """The fields of a chat request that are read."""
 
-    messages: list[dict]  # as chat templates take them
+    messages: list[dict]  # as chat templates expect them
     tools: list[dict] | None
     max_tokens: int | None
 
@@ -115,7 +115,7 @@ class Guest:
         self.url = url  # the address that the program gets
         self.turns: list[Turn] = []
         self.said: list[Said] = []  # the conversation after each turn
-        self.full: NoRoom | None = None  # the error for a prompt that had no room
+        self.full: NoRoom | None = None  # the error for a prompt that did not fit
         self.refused = ""  # why a request was refused, if not for lack of room
         self.left = False  # True if the client of the last request did not wait for the answer
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -142,7 +142,7 @@ class Guest:
     def before(self, asked: Asked) -> Said | None:
         """Returns the longest conversation in this episode that a request continues, or None."""
         repeated = [meant(message) for message in asked.messages]
-        latest_first = reversed(self.said)  # decides between conversations of the same length
+        latest_first = reversed(self.said)  # among conversations of the same length
         for said in sorted(latest_first, key=lambda said: -len(said.messages)):
             known = [meant(message) for message in said.messages]
             if said.tools == asked.tools and repeated[: len(known)] == known:
@@ -166,7 +166,7 @@ def silent(message: Json) -> Json:
 
 
 def meant(message: dict) -> tuple:
-    """Returns the parts of a repeated message that count in a comparison."""
+    """Returns the parts of a repeated message that are compared."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     made = [(call["name"], call["arguments"]) for call in calls]
     return message["role"], message["content"].strip(), made, message.get("tool_call_id")
@@ -177,8 +177,8 @@ def completion(turn: "Turn", body: Mapping[str, Json]) -> Completion:
     message = dict(turn.message)
     calls = []
     for call in message.pop("tool_calls", []):
-        # Programs stop if arguments are not JSON. For such arguments the message has {}, which
-        # templates need as well.
+        # Programs stop if arguments are not JSON. The message has {} in place of such arguments,
+        # because templates need JSON as well.
         function = call["function"]
         text = json.dumps(function["arguments"])
         calls.append(call | {"function": function | {"arguments": text}})
@@ -279,7 +279,7 @@ async def invited(sampler: "Sampler") -> AsyncIterator[Guest]:
     """Opens an episode in which programs talk to the policy at `url` until the block ends."""
     loop = asyncio.get_running_loop()
     started = ENDPOINTS.get(loop)
-    if not started or (started.done() and started.exception()):  # such as too many open files
+    if not started or (started.done() and started.exception()):  # e.g. too many open files
         ENDPOINTS[loop] = loop.create_task(Endpoint().start())
     endpoint = await asyncio.shield(ENDPOINTS[loop])
     name = uuid.uuid4().hex
@@ -294,7 +294,7 @@ async def invited(sampler: "Sampler") -> AsyncIterator[Guest]:
 
 
 async def listen(app: web.Application, host: str, port: int) -> int:
-    """Serves for as long as the process lives; returns the port."""
+    """Starts a server that runs until the process ends; returns its port."""
     # Handlers are cancelled so that the policy stops generating an answer whose client has gone.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
@@ -303,7 +303,7 @@ async def listen(app: web.Application, host: str, port: int) -> int:
 
 
 def refusal(status: int, message: str) -> web.Response:
-    """Returns an error in OpenAI's protocol, with a status on which no client retries."""
+    """Returns an error in OpenAI's protocol, with a status after which no client retries."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
     return web.json_response({"error": error}, status=status)
 
@@ -317,7 +317,7 @@ class Router:
     """Forwards requests to the episodes that they belong to."""
 
     async def start(self, host: str, port: int) -> str:
-        """Starts to listen, and returns the address."""
+        """Starts listening, and returns the address."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=20)
         every = aiohttp.TCPConnector(limit=0)
         self.session = aiohttp.ClientSession(connector=every, timeout=limits)
@@ -348,7 +348,7 @@ class Router:
 
 
 async def route(port: int, host: str = "127.0.0.1") -> None:
-    """Runs a router for as long as the process lives."""
+    """Runs a router until the process ends."""
     url = await Router().start(host, port)
     print(f"the policy is at {url}", flush=True)
     await asyncio.Event().wait()

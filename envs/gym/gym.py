@@ -61,7 +61,7 @@ def agents(head: str) -> dict[str, str]:
 def place(agent: str) -> str:
     """Returns an agent's address, from the first head server that lists the agent.
 
-    Raises OSError if a server that does not answer may have it, ValueError if no server has it.
+    Raises OSError if a server that does not answer may list it, ValueError if no server lists it.
     """
     found: dict[str, str] = {}
     silent: OSError | None = None
@@ -78,7 +78,7 @@ def place(agent: str) -> str:
 
 
 def need(agent: str) -> services.Need:
-    """Returns the Need for a server that has an agent."""
+    """Returns the Need for a server that runs an agent."""
     return services.Need(f"nemo_gym.{agent}", functools.partial(problem, agent))
 
 
@@ -106,7 +106,8 @@ async def run(
 ) -> Mapping[str, Json]:
     """Lets an agent try a row, and returns the result: the row, `response`, `reward` and more.
 
-    Raises Away; CheckerError if the attempt failed; and, once it is set, the exception of `failed`.
+    Raises Away if the agent is away, CheckerError if the attempt failed, and the exception of
+    `failed` once that is set.
     """
     known = SERVING.setdefault(asyncio.get_running_loop(), {})
     return await known.setdefault(agent, Agent(agent)).run(row, failed)
@@ -162,7 +163,7 @@ class Agent:
             return server.answered >= since
 
     async def returns(self, why: str) -> None:
-        """Waits until the agent is back. Raises Away after the time that a call may take."""
+        """Waits until the agent is back. Raises Away if that takes longer than a call may take."""
         if self.keeper is None:
             self.why = why
             self.away_since = time.monotonic()

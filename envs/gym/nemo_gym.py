@@ -1,8 +1,8 @@
 """Rows played by an agent of NeMo-Gym or of the verifiers library: the server's reward.
 
-Row: any that NeMo-Gym takes, with an agent (`agent_ref.name`) that no module in envs/ declares and
-that a head server in `services.nemo_gym` lists. The agent gets the row by POST /run, as in
-NeMo-Gym's own nemo_gym/rollout_collection.py, and calls the policy as often as it likes. Its
+Row: any row that NeMo-Gym accepts, with an agent (`agent_ref.name`) that no module in envs/
+declares and that a head server in `services.nemo_gym` lists. The agent gets the row by POST /run,
+as in NeMo-Gym's own nemo_gym/rollout_collection.py, and calls the policy as often as it likes. Its
 resources server defines the reward and its range. Environments from the verifiers library are
 agents as well: launch/verifiers_hub.py serves them.
 
@@ -18,16 +18,16 @@ error that names the reason.
 The run trains on the turns that its own sampler saw, with their ids, logprobs and versions. In
 NeMo-RL they travel as JSON through each server between engine and trainer, with all earlier turns.
 
-A failed attempt never counts as a reward, whether the server marks it (`_ng_failure_class`), for
-example because its judge could not be asked, or returns an error. Nor does an attempt in which the
-endpoint refused a request, or the agent did not wait for the last answer: some agents treat any
-error, and their own time-out, as the end of an episode. A mask set by the server is trusted. An
-agent that is unreachable costs only time. If an engine dies, the attempt ends: the agent restarts
-the episode, and finished answers are replayed as long as it makes the same requests. `mask_sample`
-takes a sample out of the loss, but leaves its reward in the baseline.
+A failed attempt never counts as a reward, whether the server marks it as failed
+(`_ng_failure_class`, for example because its judge could not be asked) or returns an error. Nor
+does an attempt in which the endpoint refused a request, or the agent did not wait for the last
+answer: some agents treat any error, and their own time-out, as the end of an episode. A mask set by
+the server is trusted. An agent that is unreachable costs only time. If an engine dies, the attempt
+ends: the agent restarts the episode, and finished answers are replayed while it makes the same
+requests. `mask_sample` excludes a sample from the loss, but its reward counts in the baseline.
 
 Deliberate deviations. The policy samples with this run's settings: `temperature`, `top_p` and
-`chat_template_kwargs` in Gym's configuration are not read, but the row's are. The numbers and
+`chat_template_kwargs` in Gym's configuration are ignored, but the row's are used. The numbers and
 booleans that the server returns along with the reward are logged as info/NAME/ENV.
 Known leaks: the server's. A server that treats an unreadable verdict as 0 is trusted, and so is an
 agent that treats an unreachable router as the end of an episode.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rollout.episode import Episode
     from rollout.sampler import Sampler
 
-AGENTS = ()  # the agents that services.nemo_gym serves and no other module declares
+AGENTS = ()  # serves the agents in services.nemo_gym that no other module declares
 ALLOWS_EMPTY_INPUT = True
 LARGEST = 1e30  # the largest number accepted; means of larger numbers overflow
 
@@ -57,19 +57,20 @@ def check(row: dict) -> None:
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """A server in `services.nemo_gym` that has the agent."""
+    """A server in `services.nemo_gym` that runs the agent."""
     return (gym.need(row["agent_ref"]["name"]),)
 
 
 def place(agent: str) -> str:
-    """Returns the address of the server that has an agent. Raises as `gym.place` does."""
+    """Returns the address of the server that runs an agent. Raises as `gym.place` does."""
     return gym.place(agent)
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """Lets the row's agent try the row once, with the policy as its model.
 
-    Raises Away; CheckerError if the attempt failed; and the exception that ended the policy.
+    Raises Away if the agent is away, CheckerError if the attempt failed, and the error that kept
+    the policy from answering.
     """
     from rollout.episode import Episode
 

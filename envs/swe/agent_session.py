@@ -41,9 +41,9 @@ class Work(NamedTuple):
 class Desk:
     """One agent's session: samples the answers, opens the box, and keeps the journal.
 
-    The journal is each turn's `heard`, which an attempt's drafts keep for the next attempt: the
-    result shown for each call and, after the last call, the Work. A result in the journal is shown
-    again at once; its command is run again only before a call that is not in the journal.
+    The journal consists of each turn's `heard`, which an attempt's drafts keep for the next one:
+    the result shown for each call and, after the last call, the Work. A result in the journal is
+    shown again at once; its command is run again only before a call that is not in the journal.
     """
 
     def __init__(self, row: dict, harness: str, sampler: "Sampler", stack: AsyncExitStack) -> None:
@@ -122,7 +122,7 @@ class Desk:
         return self.tools
 
     async def work(self, ended: str) -> Work:
-        """Takes the agent's patch out of the box, and ends the journal. Raises CheckerError."""
+        """Reads the agent's patch from the box, and ends the journal. Raises CheckerError."""
         patch = None
         try:
             await self.catch_up()

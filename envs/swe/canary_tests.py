@@ -89,7 +89,7 @@ def _two_tests(path: str, text: str, in_class: bool) -> Canary:
 def whole(script: str, canary: Canary, mark: str) -> str:
     """Returns the script, which now prints `mark` before its tests, and ends with their exit code.
 
-    Braces make bash read the whole script before it runs and removes the file.
+    Braces make bash read the whole script before the script runs and removes its file.
     """
     begin = [f"echo; echo {mark}"]
     if applies(script):

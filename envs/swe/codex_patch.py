@@ -4,14 +4,14 @@
     *** Update File: a.py         or *** Add File: a.py and lines with +, or *** Delete File: a.py
     *** Move to: b.py             optional
     @@ def f():                   optional: the change comes after this line
-     a line that stays
-    -a line that goes
-    +a line that comes
-    *** End of File               optional: the lines before are the last ones
+     a line that is kept
+    -a line that is removed
+    +a line that is added
+    *** End of File               optional: the lines above are the last in the file
     *** End Patch
 
-Source: the grammar in openai/codex, codex-rs/apply-patch. As there, if no lines match exactly, they
-may differ in blanks at their ends, and if still none match, also at their beginnings.
+Source: the grammar in openai/codex, codex-rs/apply-patch. As in Codex, if no lines match exactly,
+lines may differ in blanks at their ends, and if still none match, also at their beginnings.
 """
 
 from typing import NamedTuple

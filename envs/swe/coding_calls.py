@@ -1,7 +1,7 @@
 """Compares calls to coding agents' tools by kind, target and similarity.
 
-As in NeMo-Gym's resources_servers/swe_pivot. `kind` is a category of TOOLS; `found` and `wanted`
-are the arguments in the answer's call and in the expected call.
+The rules come from NeMo-Gym's resources_servers/swe_pivot. `kind` is a category of TOOLS; `found`
+and `wanted` are the arguments in the answer's call and in the expected call.
 """
 
 import json
@@ -28,7 +28,7 @@ TOOLS = {
     "planning": """task_tracker todo_tracker plan_tracker todo_read todo_write update_plan
         list_tasks update_tasks read_todos write_todos edit_plan modify_plan""",
 }
-KINDS: dict[str, str] = {}  # by name in lower case, with and without underscores: StrReplaceEditor
+KINDS: dict[str, str] = {}  # by lower-case name, with and without underscores (StrReplaceEditor)
 for _kind, _names in TOOLS.items():
     for _name in _names.split():
         KINDS[_name] = _kind
@@ -159,7 +159,7 @@ def _lines(value: Any) -> tuple[int, int] | None:
 
 
 def _ratio(found: str, wanted: str) -> float:
-    """Returns difflib's similarity for the first characters; 1 for two empty texts."""
+    """Returns difflib's similarity of the first COMPARED characters; 1 for two empty texts."""
     if not found or not wanted:
         return float(found == wanted)
     return SequenceMatcher(None, found[:COMPARED], wanted[:COMPARED]).ratio()

@@ -127,7 +127,7 @@ def _end(lines: list[str], start: int) -> tuple[int, int]:
 
 
 def last_block(text: str) -> str | None:
-    """Returns the code in a text's last ```python block."""
+    """Returns the code in a text's last ```python block; None if there is no block."""
     code = None
     at = 0
     while (start := text.find("```python\n", at)) >= 0:

@@ -1,4 +1,4 @@
-"""Prepares the repository in a box, takes an agent's patch out, and puts patch and tests in.
+"""Prepares the repository in a box, reads an agent's patch from it, and applies patch and tests.
 
 The commands are in repository.sh. This is not an environment itself: envs/swe/swe_judge.py uses it.
 """
@@ -18,8 +18,8 @@ from envs.services import CheckerError
 SCRIPT = Path(__file__).with_name("repository.sh").read_text(encoding="utf-8")
 LONGEST = 1 << 20  # bytes of a patch
 STEP = 300.0  # seconds for a step before or after the tests
-PATCH_SECONDS = 30.0  # seconds for reading a patch, plus
-SLOWER = 10  # this many times the seconds that reading the start took
+PATCH_SECONDS = 30.0  # seconds for reading a patch, in addition to SLOWER times Start.seconds
+SLOWER = 10
 LISTS = 16 << 20  # bytes in a list of files, or in one file
 APPLIES_NOT = 9  # exit code of repository.sh if a patch does not apply
 PATCH = "/tmp/.judge/patch"
@@ -70,9 +70,10 @@ async def prepare(box: Box, row: dict) -> None:
 async def patch_of(box: Box, row: dict) -> str | None:
     """Returns how a prepared box's files differ from their start; None if they do not.
 
-    A patch that is too long is returned with more than LONGEST bytes. Nothing runs that the policy
-    may have replaced. The result is None if reading takes too long, for example because git would
-    read a pipe: the row's own files took only `Start.seconds`. Raises CheckerError as Box does.
+    A patch that is too long is returned with more than LONGEST bytes. No program that the policy
+    may have replaced is run. The result is None if reading takes too long, for example because git
+    would read a pipe: the row's own files took only `Start.seconds`. Raises CheckerError as Box
+    does.
     """
     start = _starts[box]
     within = min(STEP, PATCH_SECONDS + SLOWER * start.seconds)

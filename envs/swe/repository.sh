@@ -4,8 +4,8 @@
 set -euo pipefail
 export LC_ALL=C GIT_LITERAL_PATHSPECS=1
 
-# Removes what shows how an image's repository is repaired: caches, and the files NAMES in the
-# repository, in the root folder and in the home folder.
+# Removes everything that shows how an image's repository is repaired: caches, and the files NAMES
+# in the repository, in the root folder and in the home folder.
 hide() {
     local name folder
     for name in $1; do
@@ -23,8 +23,8 @@ aside() {
     done
 }
 
-# Leaves one commit of the history, with the files as they are, and below it BASE if KEEP is 1:
-# a new folder .git takes the place of the old one. Prints the commit and the folder.
+# Reduces the history to one commit with the files as they are, on top of BASE if KEEP is 1: a new
+# folder .git replaces the old one. Prints the commit and the folder.
 cut() {
     local base keep=$2 tree start new=.git-new/.git section
     git config --global --add safe.directory '*'
@@ -70,8 +70,8 @@ cut() {
     echo "start $start $(pwd -P)"
 }
 
-# Prints how the files differ from the commit START, at most MOST bytes. It runs next to the box
-# (Box.aside): no program is the policy's, and it takes nothing from .git/config that names a
+# Prints how the files differ from the commit START, in at most MOST bytes. It runs alongside the
+# box (Box.aside): it runs no program of the policy, and reads nothing from .git/config that names a
 # program.
 difference() {
     local name value

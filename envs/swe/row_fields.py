@@ -22,7 +22,7 @@ def tests_of(row: dict, name: str) -> list[str]:
 
 
 def _json(row: dict, path: str, kind: type[T], expected: str) -> T:
-    """Returns the value of a field that holds a `kind`, or its JSON."""
+    """Returns the value of a field that contains a `kind`, or the JSON text of one."""
     value = get(row, path, kind | str, expected)
     if isinstance(value, str):
         try:

@@ -5,13 +5,13 @@ answers, 300 s per command and 3,600 s per episode (half of timeouts.rollout if 
 its patch, and nothing else, goes into a second, fresh container. There the tests run
 (envs/swe/swe_judge.py): all of FAIL_TO_PASS and PASS_TO_PASS have to pass.
 
-Row, as `data_prep.py swe` makes it: `instance_id`, `image`, `workdir`, `base_commit`,
+Row, as `data_prep.py swe` creates it: `instance_id`, `image`, `workdir`, `base_commit`,
 `problem_statement`, `test_patch`, `tests` ({"kind": "script", "script"} or {"kind": "r2e",
 "expected"}), `log_parser`, `FAIL_TO_PASS`, `PASS_TO_PASS`, `patch` (the solution), and optional:
     harness     the tool set (envs/swe/swe_tools.py): bash, openhands, codex or opencode
     input       in responses_create_params: the prompt; if it is empty, our own prompt
 Our prompt has one of three styles, chosen by the instance's id, so that a group shares it; the
-style is also the tool set if the row names none. Rows with an agent `..._val` have the first style.
+style is also the tool set if the row names none. Rows with an agent `..._val` get the first style.
 The agent sees id, statement and base commit; no other field is in its container.
 
 How episodes end, and with which result:
@@ -24,8 +24,8 @@ leads to another try. After the loss of an engine, the result of each call is sh
 commands are run again once they matter; an episode that had ended is neither played nor judged
 again.
 
-Source: NeMo-Gym's responses_api_agents/swe_agents, with the same reward, limits and masks. There an
-episode that the node broke earns 0.
+Source: NeMo-Gym's responses_api_agents/swe_agents, with the same reward, limits and masks. There,
+an episode earns 0 if the node is at fault.
 Known leaks: as in envs/swe/swe_judge.py, and a wrong repair that passes all tests.
 """
 
@@ -74,7 +74,7 @@ def check(row: dict) -> None:
     """Raises ValueError unless the row has an issue, an image, and tests that can be judged."""
     meta = row["responses_create_params"].get("metadata")
     of_gym = "instance_id" not in row and isinstance(meta, dict) and "instance_id" in meta
-    convert = "; `data_prep.py swe` makes it from NeMo-Gym's metadata" if of_gym else ""
+    convert = "; `data_prep.py swe` creates it from NeMo-Gym's metadata" if of_gym else ""
     for name in ("instance_id", "image", "problem_statement", "base_commit"):
         text = get(row, name, str, f"a text{convert}")
         require(text.strip(), name, text, "a text")

@@ -10,14 +10,14 @@ Row: `instance_id`, `workdir`, `base_commit`, `test_patch`, `log_parser`, `FAIL_
     {"kind": "r2e", "expected": {test: status}}     if the image's own tests end as expected
 SWE-smith rows, whose image has the repaired files, also have `start_patch`, which breaks them;
 their `base_commit` may be HEAD; R2E-Gym's may be HASH^. A script that applies the test patch itself
-has SWE-bench's two marks around its tests.
+must have SWE-bench's two marks around its tests.
 
 How rewards are protected: only the patch leaves the agent's box. Its changes to files that steer a
 test run (DROPPED), and to links, binary files and the tests' own files are undone, except in files
-that the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log
-counts from a random mark on; a test that failed once counts as failed. One of the test files gets
-two more tests with random names: one must fail, the other must pass, and the exit code must show a
-failure.
+that the row's own repair changes. The tests come from `base_commit` and `test_patch`. Their log is
+read from a random mark on; a test that failed once counts as failed. Two more tests with random
+names are added to one of the test files: one must fail, the other must pass, and the exit code must
+show a failure.
 
 Known leaks: patched code runs in the process that writes the log. Code that looks for the two tests
 can make the rest pass; `tampered` is 1 if a patch looks like that (SIGNS), or was caught. Test
@@ -130,8 +130,8 @@ async def judge(image: Path, row: dict, patch: str, size: Size | None = None) ->
     """Judges a patch in a fresh box from an image.
 
     A patch is judged again if the machine may be at fault. If that does not help, or if the row may
-    be at fault, the row's own repair is judged: raises CheckerError unless that resolves the
-    instance.
+    be at fault, the row's own repair is judged. Raises CheckerError if that does not resolve the
+    instance either.
     """
     if not patch.strip():
         return Verdict(False, "no patch", False, {})
@@ -152,7 +152,7 @@ async def judge(image: Path, row: dict, patch: str, size: Size | None = None) ->
 
 
 async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) -> None:
-    """Raises CheckerError if the row's own repair does not resolve it here either."""
+    """Raises CheckerError if the row's own repair does not resolve the instance here either."""
     name = row["instance_id"]
     try:
         async with _looking.setdefault(name, asyncio.Lock()):
@@ -170,7 +170,7 @@ async def _must_be_sound(image: Path, row: dict, size: Size | None, doubt: str) 
 
 
 async def flaw(row: dict) -> str:
-    """Returns "", or why a row is useless: it is resolved without a repair, or not by its own.
+    """Returns why a row is useless: no repair is needed, or its own repair fails; else "".
 
     Raises CheckerError if the node is at fault.
     """

@@ -6,17 +6,17 @@ Row, as in NeMo-Gym's resources_servers/swerl_gen: `mode`, `metadata.image`, and
                 `test_script`, `FAIL_TO_PASS` and `PASS_TO_PASS` (lists of tests, or their JSON)
     repro-gen   of `instance`: `regression_script`, and `patch`, which solves the issue
 
-eval: the answer's first <solution> holds the search/replace edits of envs/swe/edits.py. In the
-image the setup script runs, the edited files are written below /testbed, and the test script runs.
+eval: the answer's first <solution> contains search/replace edits (envs/swe/edits.py). In the image,
+the setup script runs, the edited files are written below /testbed, and the test script runs.
 The reward is 1.0 if all tests in both lists passed, 0.2 if all of PASS_TO_PASS and some of the
 others did, else 0.0.
 repro-gen: the last ```python block is run below /testbed, and earns 1.0 if it ends with code 2, and
 with code 0 once the patch is applied. Each script has 900 s.
 
-Image: a folder that holds the image's root, services.images/NAME; NAME is `metadata.image` with "_"
-for "/" and ":", or the file name of a .sif without its suffix. `apptainer build --sandbox` and
-`docker export` make one. It needs bash, git, and everything that the scripts install: the sandbox
-has no network.
+Image: the folder services.images/NAME, which contains the image's root; NAME is `metadata.image`
+with "_" for "/" and ":", or the file name of a .sif without its suffix. `apptainer build --sandbox`
+and `docker export` create such a folder. It needs bash, git, and everything that the scripts
+install: the sandbox has no network.
 
 Deliberate deviations. The edited files are written; NeMo-Gym applies a diff, which fails if an
 image has different line endings. A test that was skipped has not passed. The two runs of repro-gen
@@ -25,7 +25,7 @@ A setup that fails is an error, not a 0. So are tests that do not run: if none p
 answer, one must pass without it, or, if PASS_TO_PASS is empty, be named in the log.
 
 Known leaks: patched code runs in the process that logs the passed tests, and can write that log. A
-test of repro-gen can check that the files were patched, instead of what they do.
+test of repro-gen can check whether the files were patched, instead of how they behave.
 """
 
 import json

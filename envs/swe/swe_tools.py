@@ -47,7 +47,7 @@ PLAIN = re.compile(r"([^\w*?\[\]{},!./^-])")  # a character with no role in a fi
 
 
 class ToolError(Exception):
-    """The error in a call, in words for the policy."""
+    """Raised with a message for the policy if a call is invalid or fails."""
 
 
 class Edit(TypedDict, total=False):
@@ -62,7 +62,7 @@ class Edit(TypedDict, total=False):
 
 @functools.cache
 def tool_sets() -> dict[str, list[dict]]:
-    """Returns the tools of each set, as chat templates take them."""
+    """Returns the tools of each set, as chat templates expect them."""
     declared = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
     return {
         name: [{"type": "function", "function": function} for function in functions]
@@ -71,7 +71,7 @@ def tool_sets() -> dict[str, list[dict]]:
 
 
 class Tools:
-    """One set of tools, at work in one box."""
+    """One set of tools, which acts on one box."""
 
     def __init__(self, name: str, box: "Box", workdir: str) -> None:
         self.box = box
@@ -142,7 +142,7 @@ class Tools:
         try:
             content = text.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
-            raise ToolError("the text contains half of a surrogate pair") from None
+            raise ToolError("the text contains a lone surrogate") from None
         if len(content) > LARGEST:
             raise ToolError(f"{path} would have more than {LARGEST:,} bytes")
         try:
@@ -174,13 +174,13 @@ class Tools:
         if not lines:
             return "[an empty file]"
         if not 1 <= first <= len(lines) or count < 1:
-            raise ToolError(f"{path} has the lines 1 to {len(lines)}")
+            raise ToolError(f"{path} has lines 1 to {len(lines)}")
         last = min(len(lines), first + count - 1)
         rest = f"\n[lines {first} to {last} of {len(lines)}]" if last < len(lines) else ""
         return numbers(lines, first, count) + rest
 
     async def replaced(self, path: str, old: str, new: str, every: bool) -> str:
-        """Replaces a text that a file holds once, or all of them if `every`; shows the change."""
+        """Replaces a text that occurs once, or each occurrence if `every`; shows the change."""
         text = await self.text(path)
         if not old:
             raise ToolError("the text to replace is empty")
@@ -188,7 +188,7 @@ class Tools:
             raise ToolError("both texts are the same")
         count = text.count(old)
         if count != 1 and not (every and count):
-            raise ToolError(f"{path} has this text {count} times, expected once")
+            raise ToolError(f"{path} contains this text {count} times, expected once")
         await self.put(path, text.replace(old, new))
         line = text[: text.index(old)].count("\n") + 1
         return await self.changed(path, line, new.count("\n") + 1)
@@ -225,7 +225,7 @@ class Tools:
             raise ToolError(f"{command} needs {' and '.join(needed)}")
         if command == "create":
             if await self.box.get(self.path(path), 1) is not None:
-                raise ToolError(f"{path} is there already")
+                raise ToolError(f"{path} exists already")
             return await self.write(path, given["file_text"])
         if command == "str_replace":
             return await self.replaced(path, given["old_str"], given.get("new_str", ""), False)
@@ -335,7 +335,7 @@ TOOLS: dict[str, Callable[..., Awaitable[str]]] = {
 
 
 def fitting(given: dict[str, Json], schema: dict) -> dict[str, Json]:
-    """Returns the given arguments that a tool takes. Raises ToolError if they do not fit.
+    """Returns the given arguments that a tool accepts. Raises ToolError if they do not fit.
 
     Tool-call parsers leave numbers and lists as text if they do not know the tool's types.
     """

@@ -1,7 +1,7 @@
 """Reads the status of each test in a log, as SWE-bench does for pytest, Django and SymPy.
 
-`statuses` and `passed` follow NeMo-Gym's swerl_gen and keep a test's last status. `outcomes` has
-swebench 5.0.2's Python parsers under their names, and parsers for other row sources. It reads a log
+`statuses` and `passed` follow NeMo-Gym's swerl_gen and keep a test's last status. `outcomes` uses
+swebench 5.0.2's Python parsers, under their names, and parsers for other row sources. It reads logs
 that the judged code may have written to: a test that failed once counts as failed, and the time is
 linear in the length of the log.
 
@@ -40,7 +40,7 @@ def statuses(repo: str, log: str) -> dict[str, str]:
 
 
 def passed(repo: str, log: str) -> set[str]:
-    """Returns the names of the tests that have the last status PASSED in a log."""
+    """Returns the names of the tests whose last status in a log is PASSED."""
     return {test for test, status in statuses(repo, log).items() if status == "PASSED"}
 
 
@@ -117,7 +117,7 @@ def good(test: str, found: dict[str, str], states: tuple[str, ...] = GOOD) -> bo
     """Returns whether a test has one of these states.
 
     A name that was cut within its brackets, as 676 names in SWE-bench Verified were, stands for all
-    tests that begin with it.
+    tests whose names begin with it.
     """
     if test not in found and test.count("[") > test.count("]"):
         cut = [status for name, status in found.items() if name.startswith(test)]

@@ -12,7 +12,7 @@ function_call_batch with `calls`; `declared_tools`, or the prompt's tools; `harn
 
 Deliberate deviation: an answer that is empty or cut off earns 0.
 Known leaks: analysis, plan and messages are not read; a tenth of the keystrokes may be anything;
-terminus may call a task complete too early; edits and new files may hold any text.
+terminus may call a task complete too early; edits and new files may contain any text.
 """
 
 from collections.abc import Callable
@@ -98,7 +98,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check, which runs in a child process because difflib may take long."""
+    """Returns the check, which runs in a child process because difflib may be slow."""
 
     def check(wanted: dict, calls: list[Action], text: str) -> dict:
         bound = wanted["threshold"]

@@ -7,18 +7,18 @@ row's `harness` decides how the policy types, which its prompt has to explain:
                              next message shows the terminal, until an answer calls the task
                              complete
     bash                     calls of the tool `bash` with `command`, until an answer has no call
-An episode has at most `max_turns` (50) answers. An answer waits for 120 s at most, a command for
-60 s.
+An episode has at most `max_turns` (50) answers. The terminal has at most 120 s for an answer's
+keystrokes, and at most 60 s for each command.
 
 Row: the task in the prompt, `harness`, `files` (path -> text, initially in the working folder), and
 `checks`, a list of {"command", "stdout", "files"}. When the episode ends, for any reason, its
 processes are killed. Each check runs in a fresh sandbox with a copy of the folder: its `files`
-overwrite existing ones, and `command` must print `stdout`, apart from white space at the ends. No
+overwrite existing ones, and `command` must print `stdout`, apart from white space around it. No
 part of a check is in the sandbox before that, and `stdout` never is. An episode in which nothing
 was typed earns 0.0.
 
-Source: ours; the forms come from Terminal-Bench's agent Terminus. Known leaks: a `stdout` that can
-be guessed, because the policy's code can print it. So a check should print results.
+Source: our own; the forms come from Terminal-Bench's agent Terminus. Known leaks: a `stdout` that
+can be guessed, because the policy's code can print it. So a check should print results.
 """
 
 import json
@@ -101,7 +101,7 @@ async def with_tool(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]"
 
 
 async def with_keys(row: dict, sampler: "Sampler", shell: Shell) -> "list[Turn]":
-    """Plays an episode in which answers hold keystrokes, and returns its turns."""
+    """Plays an episode in which answers contain keystrokes, and returns its turns."""
     messages = chat(row["responses_create_params"]["input"])
     turns: list[Turn] = []
     for _ in range(row.get("max_turns") or MAX_TURNS):

@@ -64,7 +64,7 @@ def fits(value: Json, fields: dict) -> bool:
 
 
 def keys(command: dict) -> str:
-    """Returns a command's keys; "C-c" and the like, alone, are keys as tmux names them."""
+    """Returns a command's keys; "C-c" and the like, if alone, name one key, as in tmux."""
     key = re.fullmatch(r"C-([a-z])", command["keystrokes"])
     return chr(ord(key[1]) & 31) if key else str(command["keystrokes"])
 

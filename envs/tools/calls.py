@@ -21,7 +21,7 @@ def arguments(call: Mapping[str, Json]) -> Any:
 
 
 def check_call(call: Json, at: str) -> None:
-    """Raises ValueError unless a row's call at the path `at` has a name and a JSON object."""
+    """Raises ValueError unless a row's call, at the path `at`, has a name and JSON arguments."""
     get(call, "name", str, "the name of a tool", at)
     text = get(call, "arguments", str, "a JSON object as text", at)
     is_object = isinstance(arguments({"arguments": text}), dict)
@@ -29,7 +29,7 @@ def check_call(call: Json, at: str) -> None:
 
 
 def matching(candidates: list[list[int]]) -> int:
-    """Returns how many expected calls can have a candidate of their own, by Kuhn's algorithm.
+    """Returns how many expected calls can be matched one to one, by Kuhn's algorithm.
 
     `candidates` lists, for each expected call, the indices of the calls that fit it.
     """

@@ -2,24 +2,25 @@
 
 Row, as in NeMo-Gym's resources_servers/conversational_tool_use_simulation: `policy` (a text),
 `tools` (each with name, description or doc, parameters or params, and returns), `customer_scenario`
-(texts, and `outside_policy_scope`: whether the customer must be handed over), and the prompt, which
-has the policy and may have a conversation to continue; `initial_user_message` begins a new one.
+(texts, and `outside_policy_scope`: whether the customer must be handed over). The prompt contains
+the policy, and perhaps a conversation to continue; `initial_user_message` opens a new one.
 If `parallel_tool_calls` is false, only the first of several calls in an answer is made.
 
 The judge "general" plays the customer and the tools (envs/tools/simulation.py), and judges:
     the conversation ends when the customer ends it, within 50 answers by the policy
-    each message from the customer and each result must be a success, else this raises
+    each message from the customer and each result must be a success, else CheckerError is raised
     each of the policy's messages and calls must be a success, and then all of them together
 The reward is 1.0 if all are successes. It is 0.0, with a `reason`, if an answer is cut off or
 empty, calls an unknown tool or has arguments that do not fit, or is the 50th and does not end the
 conversation; `answers` counts the answers.
 
-A failing simulator or judge never gives a reward: CheckerError is raised, and the episode restarts.
-NeMo-Gym masks such samples, and those in which the judge rejects the customer or the tools.
+A failing simulator or judge never decides a reward: CheckerError is raised, and the episode
+restarts. NeMo-Gym masks such samples, and those in which the judge rejects the customer or the
+tools.
 
 Deliberate deviations. The prompts are in our own words. The row's own part of the conversation is
-not judged. The steps are judged all at once, not one after the other. A call that is not made gets
-a result that states this.
+not judged. The steps are judged concurrently, not one after the other. A call that is not made gets
+a result that says so.
 Known leaks: the judge's taste. Conversations differ, because the simulators are sampled.
 """
 

@@ -20,11 +20,11 @@ Call = Callable[[str, dict[str, Json]], Awaitable[str]]
 class Talk:
     """A finished conversation with tools."""
 
-    messages: list[dict]  # as chat templates take them
+    messages: list[dict]  # as chat templates expect them
     turns: list[Turn] = field(default_factory=list)
     calls: list[dict[str, str]] = field(default_factory=list)  # as in Response, with a call_id
-    # How the last answer ended it: "answer": no call; "length": it was cut off; "room": no room for
-    # another; "steps": there were too many
+    # "answer": the last answer had no call; "length": it was cut off; "room": there was no room for
+    # another; "steps": there were `max_steps` answers.
     ended: str = "steps"
 
     @property
@@ -46,7 +46,7 @@ async def converse(
 ) -> Talk:
     """Lets the policy answer and call tools, for at most `max_steps` answers.
 
-    An answer without a call ends the talk, even if it holds only reasoning, as in Super's
+    An answer without a call ends the talk, even if it contains only reasoning, as in Super's
     configuration.
 
     `call` may return an error as text; an exception that it raises ends the rollout. It is not

@@ -1,1 +1,1 @@
-"""A simulated office: the policy works with its calendar, mail and customers by tool calls."""
+"""A simulated office: the policy works with its calendar, mail and customers through tool calls."""

@@ -48,15 +48,14 @@ COLUMNS = {
         "user_engaged",
     ],
 }
-EXACT = ("status", "list_name", "board")  # columns in which case counts
+EXACT = ("status", "list_name", "board")  # columns in which case matters
 
 
 class Table:
-    """Rows in order. A row is never changed but replaced, because copies of a table share rows.
+    """Rows in order. A row is replaced, never changed, because copies of a table share rows.
 
-    `labels` are the names that pandas gives to rows. The equality in pandas, by which NeMo-Gym
-    judges, compares them: deleting a row and then appending one differs from appending and then
-    deleting.
+    `labels` are the rows' labels in pandas, whose equality, by which NeMo-Gym judges, compares
+    them: deleting a row and then appending one differs from appending and then deleting.
     """
 
     def __init__(self, rows: list[Row], labels: list[int] | None = None) -> None:
@@ -74,7 +73,7 @@ class Table:
     def following(self, column: str) -> int:
         """Returns the number after the greatest one in a column, compared as text.
 
-        Raises ValueError if there are no rows, or if it is not a number.
+        Raises ValueError if there are no rows, or if that text is not a number.
         """
         return int(max(row[column] for row in self.rows)) + 1
 
@@ -142,7 +141,7 @@ def folded(row: Row) -> Row:
 
 @functools.cache
 def load(folder: str) -> Office:
-    """Returns the office in a folder with NeMo-Gym's tables, which must be copied before changes.
+    """Returns the office in a folder with NeMo-Gym's tables; copy it before changing it.
 
     Raises OSError if a file is missing, and ValueError if one does not have the expected columns:
     the calls in a ground truth would find nothing to change in it, and any answer would be right.

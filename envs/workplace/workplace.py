@@ -1,18 +1,17 @@
 """Errands in a simulated office, with 27 tools: 1.0 if its tables end as they should, else 0.0.
 
 Row: `ground_truth`, the calls that do the errand, each with `name` and `arguments` (JSON as text);
-an empty list if there is nothing to do. `category`, `environment_name` and `id` are not read. An
+an empty list if there is nothing to do. `category`, `environment_name` and `id` are not used. An
 episode has at most 6 answers. Judged, as in NeMo-Gym's resources_servers/workplace_assistant: the
 calls in all answers and the row's calls are played in two fresh offices, where failing calls change
 nothing. The emails, events, tasks, customers and plots must then be equal and in the same order,
-apart from upper and lower case in most texts. The folder services.workplace holds NeMo-Gym's five
-tables.
+regardless of case in most texts. The folder services.workplace contains NeMo-Gym's five tables.
 
 Deliberate deviations. An answer without calls and without a text after its reasoning earns 0, even
 if there was nothing to do. Values that are not texts are compared as they are: Gym treats all of
 them as missing, so that any number equals any other. Only the first 500 of the calls that change
-something are played. A search takes at most a second. The directory has the people in the tables,
-because Gym's list of addresses is not one of the tables. The tools' refusals are worded
+something are played. A search takes at most a second. The directory contains the people in the
+tables, because Gym's list of addresses is not one of the tables. The tools' refusals are worded
 differently.
 
 Known leaks: neither texts nor the results of searches are read. If there is nothing to do, any text
@@ -110,6 +109,6 @@ def played(office: Office, calls: list[dict]) -> Office:
     """Returns the office after the calls that change something."""
     changing = [call for call in calls if call.get("name") in WRITES]
     for call in changing[:MOST_CALLS]:
-        with contextlib.suppress(Exception):  # such a call changes nothing
+        with contextlib.suppress(Exception):  # a call that fails changes nothing
             TOOLS[call["name"]](office, **json.loads(call["arguments"]))
     return office

@@ -118,8 +118,8 @@ def test_the_editor_of_openhands(image):
     assert seen[2] == "  4999\tline 4998\n  5000\tline 4999"
     assert seen[3] == "a.py\nb/\nb/c.txt\nb/d/\nlong.txt"
     assert seen[4].startswith("error: /none is no")
-    assert seen[5] == "error: a.py is there already" and seen[6] == "new/x.py was written"
-    assert seen[7] == "error: a.py has this text 2 times, expected once"
+    assert seen[5] == "error: a.py exists already" and seen[6] == "new/x.py was written"
+    assert seen[7] == "error: a.py contains this text 2 times, expected once"
     assert seen[8].startswith("a.py was changed:\n     1\tdef f(x):") and "5\tdef h(x):" in seen[8]
     assert "     2\tbetween\n     3\t2" in seen[9]
     assert seen[10] == "error: insert_line is 9, expected 0 to 4"
@@ -208,7 +208,7 @@ def test_the_tools_of_opencode(image):
         ("bash", {"command": "cat z/y", "description": "Shows y"}),
     )
     assert seen[0] == "c.txt\nd/\nd/e.py" and seen[1] == "     5\tdef g(x):\n     6\t    return x"
-    assert seen[2] == "error: /testbed/a.py has the lines 1 to 6"
+    assert seen[2] == "error: /testbed/a.py has lines 1 to 6"
     assert seen[3] == "/testbed/z/y was written" and "2 times" in seen[4]
     assert seen[5] == "z/y was changed:\n     1\t2\n     2\t2\n     3\t" and "the same" in seen[6]
     assert seen[7] == "a.py\nb/d/e.py" and seen[8] == "c.txt" and seen[9] == "[no file]"
