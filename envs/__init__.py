@@ -1,15 +1,15 @@
-"""Defines what an environment is and what its author imports. A new environment is a module here.
+"""Defines the interface of an environment, and the helpers that its author imports.
 
-A module declares `AGENTS`, the `agent_ref.name`s it serves (the names in NeMo-Gym's released
-blends), and what it does with a row:
+A new environment is a module in this folder. It declares `AGENTS`, the `agent_ref.name`s that it
+serves (named as in NeMo-Gym's released blends), and defines at least one function that scores rows:
 
     single-turn  verify(row, response) -> Reward or a number, plain or async
     multi-turn   async rollout(row, sampler) -> Episode, in place of verify
-    comparison   async score_group(rows, responses) -> list of Rewards, alone or after either
+    comparison   async score_group(rows, responses) -> list of Rewards, alone or after one of them
 
-`response` is a `str` that also holds the reasoning and calls parsed from it (rollout/response.py).
+`response` is a `str` that also has the reasoning and calls parsed from it (rollout/response.py).
 
-An optional `check(row)` raises ValueError for a row it could not judge. An optional `needs(row)`
+An optional `check(row)` raises ValueError if the row cannot be judged. An optional `needs(row)`
 returns the row's Needs (envs/services.py), such as `judge.need("general")`, or strings
 that envs/needs.py turns into Needs.
 `ALLOWS_EMPTY_INPUT = True` means that `rollout` writes the first prompt itself. A module is
@@ -18,8 +18,8 @@ imported when the first row names one of its agents (envs/registry.py).
 data_prep.py calls further optional functions of an environment's module:
 
     place(agent)       returns the address of an agent's server; raises OSError or ValueError
-    refusal(row)       returns why a row that was just made could not be judged; "" if it could
-    flaw(row), async   tries a row's own solution; returns why nothing can be learned from it, or ""
+    refusal(row)       returns why a newly created row cannot be judged; "" if it can
+    flaw(row), async   tries a row's own solution; returns why the row teaches nothing, or ""
 """
 
 import reprlib
@@ -38,7 +38,7 @@ SHOWN = 200  # characters of a bad value in a message
 class Reward:
     """An environment's verdict on one response."""
 
-    value: float  # its range is in the environment's docstring
+    value: float  # the environment's docstring states its range
     info: dict = field(default_factory=dict)  # JSON values; `reason`: why nothing was graded
 
     @property
@@ -52,12 +52,12 @@ class Reward:
 
 
 def get(row: Any, path: str, kind: type | UnionType, expected: str, prefix: str = "") -> Any:
-    """Returns the value at the dotted `path` of `row`. Raises ValueError unless it is a `kind`."""
+    """Returns the value at the dotted `path` of `row`. Raises ValueError if it is not a `kind`."""
     value = row
     at = "the row"
     for key in path.split("."):
         is_object = isinstance(value, dict)
-        require(is_object or value is None or prefix, at, value, f"an object that holds {key}")
+        require(is_object or value is None or prefix, at, value, f"an object that contains {key}")
         value = value.get(key) if is_object else None
         at = key
     require(isinstance(value, kind), prefix + path, value, expected)
@@ -65,7 +65,7 @@ def get(row: Any, path: str, kind: type | UnionType, expected: str, prefix: str 
 
 
 def require(good: object, path: str, value: object, expected: str) -> None:
-    """Raises ValueError naming field, value and expectation unless `good`."""
+    """Raises ValueError naming the field, the value and the expectation, unless `good`."""
     if not good:
         try:
             shown = "missing or null" if value is None else reprlib.repr(value)

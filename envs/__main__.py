@@ -1,4 +1,4 @@
-"""Tries the rewards for a data file, without engine, model or Ray: `python -m envs FILE.jsonl`."""
+"""Tries a data file's rewards without an engine, a model or Ray: `python -m envs FILE.jsonl`."""
 
 import asyncio
 import json
@@ -27,9 +27,9 @@ from rollout.rows import first_of, read_lines
 from settings.environment_services import Services
 
 T = TypeVar("T")
-# Fields that may hold a row's reference answer; the first one present is used.
+# Fields that may contain a row's reference answer; the first one present is used.
 REFERENCES = ("expected_answer", "answer", "reference_answer", "ground_truth", "solution")
-SHOWN = 800  # characters of a text that are shown
+SHOWN = 800  # maximum number of characters shown of a text
 SECONDS = 120.0  # seconds that an async verify may take
 
 
@@ -66,7 +66,7 @@ class Args:
     ] = ()
     """Answer to try on each row; may be given several times."""
     field: Annotated[str, tyro.conf.arg(aliases=["-f"])] = ""
-    """Field in the rows that holds an answer to try, such as metadata.solution."""
+    """Field in the rows that contains an answer to try, such as metadata.solution."""
     rollouts: Annotated[str, tyro.conf.arg(aliases=["-r"])] = ""
     """rollouts.jsonl from a run on this file: its answers are judged again."""
     model: str = ""
@@ -90,10 +90,10 @@ def first(items: Iterable[T], number: int, label_of: Callable[[T], str]) -> Iter
 
 
 def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
-    """Yields for each row the answers given with -a, or else the answer in one of its fields.
+    """Yields, for each row, the answers given with -a, or else the answer in one of its fields.
 
     A row without a reference answer is reported and left out. Raises InputError if the field given
-    with -f holds no answer.
+    with -f contains no answer.
     """
     for row in rows:
         yield from (Answer(row, text, "given") for text in args.answer)
@@ -103,7 +103,7 @@ def of_rows(rows: Iterable[dict], args: Args) -> Iterator[Answer]:
         if not args.field and not known:
             print(
                 f"{args.file}:{row['_line']} {label(row)}: "
-                "not tried, no reference answer; -f FIELD or -a TEXT says what to try"
+                "not tried, it has no reference answer; -f FIELD or -a TEXT sets an answer to try"
             )
             continue
         field = args.field or known[0]
@@ -170,7 +170,7 @@ def main(argv: list[str]) -> None:
     args = tyro.cli(Args, args=argv, prog="python -m envs")
     given = [flag for flag in (args.answer, args.field, args.rollouts) if flag]
     if len(given) > 1:
-        raise InputError("-a, -f and -r exclude each other, expected one of them")
+        raise InputError("-a, -f and -r are mutually exclusive, expected only one of them")
     use_services(args.services, args.model)
     rows, bad = read_rows(args.file, math.inf)
     if bad:
@@ -186,7 +186,7 @@ def main(argv: list[str]) -> None:
             else:
                 print(f"{name}: not tried, it compares the answers in a group")
         elif hasattr(module, "rollout") or hasattr(module, "score_group"):
-            print(f"{name}: only `verify` is tried; in training it does not decide alone")
+            print(f"{name}: only `verify` is tried; training does not use it alone")
     rows = [*served(rows, args.file)]
     if args.rollouts:
         answers = first(read_rollouts(args.rollouts, rows), args.number, lambda a: label(a.row))
@@ -199,7 +199,7 @@ def main(argv: list[str]) -> None:
 def served(rows: Sequence[dict], path: str) -> Iterator[dict]:
     """Yields the rows whose services are available, since `verify` waits for a missing judge.
 
-    Names each environment that lacks a service. Raises InputError if no row is left or `needs`
+    Prints each environment that lacks a service. Raises InputError if no row is left or `needs`
     raises.
     """
     lacking: dict[str, str] = {}
@@ -241,19 +241,19 @@ def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:
             raise InputError(f"{path}:{number}: expected a rollout: {error!r}") from None
         messages = chat(row["responses_create_params"]["input"]) if row else []
         asked = messages[-1]["content"] if messages else ""
-        # Rows in the run's other data file have the same line numbers. Templates may change white
-        # space.
+        # Rows in the run's other data file may have the same line numbers. Templates may change
+        # white space.
         if row and "".join(asked.split()) in "".join(prompt.split()):
             found = True
             opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
             yield Answer(row, opening + text, f"{path}:{number}", reward)
     if not found:
-        raise InputError(f"{path}: holds no rollouts for these rows, expected at least one")
+        raise InputError(f"{path}: contains no rollouts of these rows, expected at least one")
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -42,7 +42,7 @@ def check_services(row: dict) -> None:
 
 
 def check_row(row: Any) -> None:
-    """Raises ValueError naming dotted path, value and expectation unless `row` is a Gym row."""
+    """Raises ValueError with dotted path, value and expectation unless `row` is a Gym row."""
     at = "responses_create_params."
     items = get(row, at + "input", list | str, "a list of messages" + conversion(row))
     check_items(items, at + "input")
@@ -60,7 +60,7 @@ def check_row(row: Any) -> None:
             "expected verify(row, response), the reward for one answer"
         )
     some = has_text(items) or (not items and getattr(module, "ALLOWS_EMPTY_INPUT", False))
-    require(some, at + "input", items, "at least one message that holds text")
+    require(some, at + "input", items, "at least one message that contains text")
     try:
         getattr(module, "check", lambda row: None)(row)
     except ValueError:
@@ -83,7 +83,7 @@ def other_arguments(judge: Callable) -> str:
 
 
 def has_text(items: list | str) -> bool:
-    """Returns whether a conversation holds any text, or a tool call."""
+    """Returns whether a conversation contains any text or tool call."""
     if isinstance(items, str):
         return bool(items.strip())
     return any(item.get("content") or item.get("type", "message") != "message" for item in items)
@@ -99,10 +99,10 @@ def conversion(row: Any) -> str:
 def load_rows(path: str, cfg: "RunSettings") -> Sequence[dict]:
     """Returns the good rows of a JSONL file.
 
-    A line that is malformed, names an unknown environment, or is longer than the model allows is
-    left out; such lines are counted on the terminal. Raises InputError naming file, line and field
-    if more than `data.max_bad_rows` lines are bad, if none is good, if the model's chat template
-    refuses the first good one, or if vLLM cannot use the parsers that `services` names.
+    A line is left out if it is malformed, names an unknown environment, or is longer than the model
+    allows; the number of such lines is printed. Raises InputError naming file, line and field if
+    more than `data.max_bad_rows` lines are bad, if none is good, if the model's chat template
+    refuses the first good row, or if vLLM cannot use the parsers that `services` names.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{Path(path).resolve()}: expected a JSONL file, not a folder or a pipe")
@@ -130,8 +130,8 @@ def read_rows(
     """Returns the good rows of a JSONL file, and the errors in the others.
 
     Without `cfg`, prompts may have any length. Raises InputError if more than `allowed` rows, or
-    all, are bad, if an environment's module cannot be used, or if training rows compare answers but
-    the run generates only one answer for each. Validation leaves out such rows.
+    all, are bad, if an environment's module cannot be used, or if training rows need a comparison
+    of answers but the run generates only one answer per row. Validation leaves out such rows.
     """
     single = single_answers(path, cfg) if cfg else ""
     alone: Counter[str] = Counter()  # rows that lack a second answer, by agent
@@ -147,15 +147,19 @@ def read_rows(
         counts = ", ".join(f"{count:,} of {name}" for name, count in alone.items() if count)
         if not rows or path == cfg.data.train:
             raise InputError(
-                f"{path}: rows compare answers ({counts}), but {single} = 1, expected 2 or more"
+                f"{path}: rows need answers to compare ({counts}), "
+                f"but {single} = 1, expected 2 or more"
             )
-        print(f"{path}: rows compare answers ({counts}), but {single} = 1: they are not evaluated")
+        print(
+            f"{path}: rows need answers to compare ({counts}), "
+            f"but {single} = 1: they are not evaluated"
+        )
     refuse_none(rows, bad)
     return rows, bad
 
 
 def single_answers(path: str, cfg: "RunSettings") -> str:
-    """Returns the setting that gives rows in this file one answer each; "" if they get more."""
+    """Returns the setting that limits this file's rows to one answer each; "" if none does."""
     if path == cfg.data.val and cfg.data.val_samples < 2:
         return "data.val_samples"
     is_compared = path == cfg.data.train and getattr(cfg, "verify", True)

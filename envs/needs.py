@@ -9,7 +9,7 @@ from envs.services import Need
 
 
 def needs_of(row: dict) -> tuple[Need, ...]:
-    """Returns a row's needs. Raises ModuleError if its environment returns anything else."""
+    """Returns a row's needs. Raises ModuleError if its environment returns an invalid need."""
     agent = row["agent_ref"]["name"]
     return tuple(_as_need(need, agent) for need in registry.declared_needs(row))
 
@@ -43,6 +43,6 @@ def _as_need(found: Need | str, agent: str) -> Need:
     file = registry.environment(agent).__file__
     names = ", ".join([*NAMED, "judges.NAME"])
     raise ModuleError(
-        f"{file}: needs returned {found!r:.100}, expected Needs (envs/services.py; a family has "
-        f"its own in its modules, for example in envs/proofs/lean_source.py), or {names}"
+        f"{file}: needs returned {found!r:.100}, expected Needs (envs/services.py; a family "
+        f"defines its own, for example in envs/proofs/lean_source.py), or {names}"
     )

@@ -65,9 +65,9 @@ async def rollouts(row: dict, samplers: "list[Sampler]") -> "list[Episode]":
     """Rolls out the row once for each sampler, and returns the scored episodes.
 
     In a single-turn environment, the first sampler generates all answers. If a comparison fails,
-    the next call compares the same answers, which the samplers' drafts hold. Raises what the
-    environment raises, and also TypeError if it returns no reward, and ValueError for an episode
-    without turns.
+    the next call compares the same answers, which are stored in the samplers' drafts. Raises the
+    environment's own errors, TypeError if it returns no reward, and ValueError if an episode has no
+    turns.
     """
     from rollout.episode import Episode
 
@@ -148,7 +148,7 @@ def _as_reward(name: str, verdict: Reward | float) -> Reward:
 
 
 def _builtin(value: Any) -> Any:
-    """Converts numpy scalars to Python values: JSON refuses them, and numpy's bool is no int."""
+    """Converts numpy scalars, which JSON rejects, to Python values; numpy's bool is not an int."""
     is_scalar = type(value).__module__ == "numpy" and value.ndim == 0
     return value.item() if is_scalar else value
 
@@ -168,7 +168,7 @@ def served() -> dict[str, str]:
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).with_suffix("").as_posix()
         if path.with_suffix("").is_dir():
-            raise ModuleError(f"envs/{name}.py has the name of the folder envs/{name}/: rename it")
+            raise ModuleError(f"envs/{name}.py is named like the folder envs/{name}/: rename it")
         for agent in declared(path):
             if agent in claimed:
                 raise ModuleError(

@@ -1,6 +1,6 @@
-"""Holds this process's services, checks those that environments need, and reports outages.
+"""Stores this process's services, checks the ones that environments need, and reports outages.
 
-A module that uses something outside this program (a judge, the sandbox, Lean) offers a `Need`,
+A module that uses something outside this program (a judge, the sandbox, Lean) defines a `Need`,
 which checks that it is available and names the remedy if it is not. An environment's `needs(row)`
 returns the Needs for judging that row.
 """
@@ -22,7 +22,7 @@ class CheckerError(RuntimeError):
 
 
 class Away(CheckerError):
-    """Raised if a call has waited for an absent judge as long as it may. No row is at fault."""
+    """Raised if a call has waited too long for an unavailable judge. No row is at fault."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Need:
     name: str
     check: Callable[[], str] = field(compare=False)  # returns a problem and its remedy, or ""
     called: str = field(default="", compare=False)  # in error messages, in place of the name
-    # True if the nodes of a job may have it although the machine that submits the job lacks it.
+    # True if the nodes of a job may have it even if the machine that submits the job does not.
     of_node: bool = field(default=True, compare=False)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Limits(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Outages and failures of judges and other services, and starved checks, of this process."""
+    """Outages and failures of services, and starved checks, that this process has seen."""
 
     away: dict[str, str]  # by need, "judges.NAME": its addresses, the time away, the last failure
     failures: Counter[str]  # by "NAME/REASON", since this process started
@@ -70,7 +70,7 @@ ENVIRONMENT: ContextVar[str] = ContextVar("ENVIRONMENT", default="none")
 
 
 def configure(services: Services, limits: Limits | None = None) -> None:
-    """Sets what the environments of this process use; None leaves the limits as they are."""
+    """Sets the services and limits of this process; `limits=None` leaves the limits unchanged."""
     _current[0] = services
     if limits:
         _limits[0] = limits
@@ -101,7 +101,7 @@ def setting(name: str, called: str = "") -> Need:
     return Need(name, check, called)
 
 
-TOOL_PARSER = setting("tool_parser", "a parser of calls")
+TOOL_PARSER = setting("tool_parser", "a tool-call parser")
 
 
 @contextlib.contextmanager
@@ -115,9 +115,9 @@ def granting(is_granted: Callable[[Need], bool]) -> Iterator[None]:
 
 
 def count_starved(outcome: Literal["timeout", "error"]) -> None:
-    """Counts a check of this task's environment that other processes kept from the CPUs.
+    """Counts a check of this task's environment that other processes starved of CPU time.
 
-    The outcome is "timeout" if the answer counts as too slow, or "error" if it has no verdict.
+    The outcome is "timeout" if the answer counts as too slow, or "error" if it gets no verdict.
     """
     _starved[f"{ENVIRONMENT.get()}/{outcome}"] += 1
 

@@ -1,7 +1,7 @@
-"""Finds the number that answers a question about a molecule, in the format that the prompt sets.
+"""Finds the number that answers a question about a molecule, in the format that the prompt names.
 
-It finds what the regexes of NeMo-Gym's resources_servers/rdkit_chemistry find. Their time grows
-with the square of a hostile text's length; here it is linear.
+It finds the same text as the regexes of NeMo-Gym's resources_servers/rdkit_chemistry. Their run
+time grows with the square of a hostile text's length; here it is linear.
 """
 
 import re
@@ -66,7 +66,7 @@ def marked(text: str, form: Format) -> str:
     while begun := opening.search(text, at):
         end = text.find(form.closing, begun.end() + form.least)
         if end < 0:
-            # The regex would give white space back to the answer.
+            # The regex would backtrack and match the white space as the answer.
             empty = begun[0][-1].isspace() and text.startswith(form.closing, begun.end())
             return "" if empty else found
         found, at = text[begun.end() : end], end + len(form.closing)

@@ -7,19 +7,19 @@ is \boxed{} if `use_box_format` is true, else ((...)). An episode has at most 10
 the tool `stateful_python_code_exec` has a Python session as in envs/maths/python_tool.py, which can
 import rdkit; other rows have no tools.
 
-As in NeMo-Gym's resources_servers/rdkit_chemistry, the last text in the format, among everything
-that the policy has said, is judged: it is read as a number, or else its last number is. The reason
-`no number` means that neither was found.
+As in NeMo-Gym's resources_servers/rdkit_chemistry, everything that the policy has said is searched
+for the last text in the format. That text is read as a number; if it is not one, the last number in
+it is used. The reason `no number` means that neither was found.
 
-rdkit comes with `bash launch/setup.sh chemistry`, and only rows with the tool need it. If
+`bash launch/setup.sh chemistry` installs rdkit, which only rows with the tool need. If
 services.sandbox is "http", the service's Python must have it.
 
 Deliberate deviations. An infinite number is a wrong answer, and a row whose expected answer is not
-a finite number is refused: in NeMo-Gym, both make the request fail. Reasoning that does not end
-does not count as text.
-Known leaks: hedges, because only the last number in the format counts ("((not 4))", "((3 or 4))"),
-whatever it is part of ("((C4))", "((9/4))", "((10^4))", "((4 kg))"). Rounding accepts 3.6 as 4. If
-the only possible values are 0 and 1, half of all guesses earn 1.0.
+a finite number is refused: in NeMo-Gym, both make the request fail. Unfinished reasoning does not
+count as text.
+Known leaks: an answer may hedge, because only the last number in the format counts ("((not 4))",
+"((3 or 4))"), whatever it is part of ("((C4))", "((9/4))", "((10^4))", "((4 kg))"). Rounding
+accepts 3.6 as 4. If the only possible values are 0 and 1, half of all guesses earn 1.0.
 """
 
 import math
@@ -43,13 +43,13 @@ KINDS = ("count", "bool", "presence", "fragment", "float")
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """A sandbox with rdkit and a tool-call parser, if the row has the tool."""
+    """A sandbox with rdkit and a tool-call parser if the row has the tool."""
     tools = row["responses_create_params"].get("tools")
     return (sandbox.NEED, TOOL_PARSER, rdkit_check.NEED) if tools else ()
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the row can be judged and offers either this tool or none."""
+    """Raises ValueError unless the row can be judged and offers the Python tool or no tool."""
     kind = get(row, "property_type", str, "one of: " + ", ".join(KINDS))
     require(kind in KINDS, "property_type", kind, "one of: " + ", ".join(KINDS))
     expected = get(row, "expected_answer", str | int | float, "a number")

@@ -23,7 +23,7 @@ def problem() -> str:
 def lacking_there(url: str) -> str:
     """Returns why the service's Python cannot import rdkit; "" if it can. Raises CheckerError."""
     name = uuid.uuid4().hex
-    with ThreadPoolExecutor(1) as pool:  # because a loop may already run in this thread
+    with ThreadPoolExecutor(1) as pool:  # because a loop may already be running in this thread
         asked = service.execute(url, IMPORT, "ipython", "", LIMITS, name)
         reply = pool.submit(asyncio.run, asked).result()
     service.forget(url, name)

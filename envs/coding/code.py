@@ -1,13 +1,13 @@
 r"""Programming problems: 1.0 if a Python program passes all tests, else 0.0.
 
-Row: `verifier_metadata.unit_tests` with `inputs`, `outputs` (strings, equally many) and `fn_name`:
-null for programs that read stdin and write stdout, else the function, or the method of `Solution`,
-that is called with an input's lines as JSON values. Judged: after the reasoning, the text between
-the last two lines with three backticks, as in NeMo-Gym's resources_servers/code_gen. Tests run in
-turn until one fails, each in a process of its own in the sandbox, for at most 10 s.
+Row: `verifier_metadata.unit_tests` with `inputs` and `outputs` (lists of strings, of equal length)
+and `fn_name`: null for programs that read stdin and write stdout, else the function, or the method
+of `Solution`, that is called with an input's lines as JSON values. Judged: after the reasoning, the
+text between the last two lines with three backticks, as in NeMo-Gym's resources_servers/code_gen.
+Tests run in turn until one fails, each in a process of its own in the sandbox, for at most 10 s.
 
-stdout is right if its lines match, apart from white space around them; numbers may be written in
-another form (4.0, 1e3). A returned value is right if it equals the output as a JSON value, with
+stdout is right if its lines match, apart from white space around them; numbers may be written in a
+different form (4.0, 1e3). A returned value is right if it equals the output as a JSON value, with
 tuples as lists; a number, or the text of one, is right if it is close (1e-5 relative, 1e-8
 absolute).
 
@@ -15,7 +15,7 @@ Deliberate deviations: a process sees one input and no output, so a program can 
 expected output nor answer with an object that equals everything. It may use the standard library
 and numpy; os, subprocess and open work, in an empty folder, and so does `from __future__`. It has
 2 GiB of memory.
-Known leaks: none, except too few tests.
+Known leaks: none, except that a row may have too few tests.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ AGENTS = ("code_gen_simple_agent", "code_gen")
 LIMITS = Limits(seconds=10.0, output=4 << 20)
 FENCE = "```"
 Value = float | str | list | dict | None  # a JSON value
-# Wraps a program whose function is called: its prints go nowhere, and it is not __main__.
+# Wraps a program whose function is called: its prints are discarded, and it is not __main__.
 CALL = """
 import json as _json, os as _os, sys as _sys
 _said = _os.dup(1)

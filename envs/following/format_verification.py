@@ -9,10 +9,10 @@ Judged: the text after the reasoning, as in NeMo-Gym's resources_servers/format_
 
 Deliberate deviations: an answer that is empty or cut off earns 0, even if nothing is expected in
 it. A row that rewards any answer, or none, is refused: one without patterns and markers, with a
-`verify_min_matches` below 1, or with an invalid regex. An answer on which a search does not end
-earns 0.
+`verify_min_matches` below 1, or with an invalid regex. An answer earns 0 if a search of it does not
+end in time.
 
-Known leaks: neither the contents nor the places of citations are judged. So the markers alone earn
+Known leaks: neither the contents nor the positions of citations are judged. So markers alone earn
 1.0, and so does "- x" three times. In NeMo-Gym's example rows `patterns` finds only the expected
 markers, so a text that cites every source earns 1.0; a pattern such as `\[ref:\d+\]` in the row
 would prevent that. Lines in a code fence count, and other text may surround them.
@@ -46,7 +46,7 @@ def check(row: dict) -> None:
         require(patterns, at + "verify_regex", patterns, "at least one regular expression")
         least = get(verifier, "verify_min_matches", int | None, "a whole number or null", at)
         good = least is None or (not isinstance(least, bool) and least >= 1)
-        require(good, at + "verify_min_matches", least, "a whole number from 1")
+        require(good, at + "verify_min_matches", least, "a whole number, 1 or more")
     else:
         patterns = texts(verifier, "patterns")
         markers = texts(verifier, "expected_markers")

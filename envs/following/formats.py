@@ -22,10 +22,9 @@ DIGITS = 4300  # Python refuses longer integers
 
 
 def csv_rows(text: str) -> list[dict[str, str]]:
-    """Returns the rows below a header. Raises ValueError if there are none, or ragged ones."""
+    """Returns the rows below a header. Raises ValueError if there are none, or one is ragged."""
     rows = list(csv.DictReader(io.StringIO(text)))
-    # A row that is too long has a cell named None, and a row that is too short has one that is
-    # None.
+    # In a row that is too long, a cell is named None; in a row that is too short, a cell is None.
     if not rows or any(None in row or None in row.values() for row in rows):
         raise ValueError("no table")
     return rows

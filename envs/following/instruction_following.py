@@ -9,8 +9,8 @@ that cannot be applied is not followed.
 Deliberate deviations: an answer without text follows nothing, as in IFEval's strict mode; a row
 with missing, negative or empty arguments is refused, while NeMo-Gym draws random ones or accepts
 instructions that cannot be followed; white space around an answer is ignored. Sentences are split
-by NLTK's Punkt with short lists of words (envs/following/sentences.py), because its own model must
-be downloaded.
+by NLTK's Punkt with short lists of words (envs/following/sentences.py), because Punkt's own model
+would have to be downloaded.
 
 Known leaks: the rules see only the form. A one-word answer satisfies each rule that only forbids
 something, or that concerns each sentence or pair of words. Keywords may simply be listed, and all
@@ -30,12 +30,12 @@ from envs.sandbox.checkers import DEADLINE, MANY, Checkers
 
 AGENTS = ("instruction_following_simple_agent", "instruction_following")
 MODES = ("binary", "fraction")
-# By the annotation of a rule's argument: its types, and their name in an error message.
+# Maps the annotation of a rule's argument to its types, and to their name in an error message.
 KINDS: dict[Hashable, tuple[type | UnionType, str]] = {
     str: (str, "text"),
-    Place: (int, "a whole number from 1"),
-    int: (int, "a whole number from 0"),
-    float: (int | float, "a number from 0"),
+    Place: (int, "a whole number, 1 or more"),
+    int: (int, "a whole number, 0 or more"),
+    float: (int | float, "a number, 0 or more"),
     list: (list, "a list of texts"),
     Word: (str | list, "a word"),
     Relation: (str, " or ".join(map(repr, get_args(Relation)))),
@@ -113,7 +113,7 @@ def present(given: dict | None) -> dict:
 async def verify(row: dict, response: str) -> Reward:
     """Returns the share of instructions followed; in binary mode 1.0 if all are followed, else 0.0.
 
-    `broken` names those that are not followed. Raises CheckerError if no check could run.
+    `broken` lists the instructions not followed. Raises CheckerError if no check could run.
     """
     text = final_text(response)
     if reason := unfinished(text):
@@ -132,7 +132,7 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check that a child process runs, with its libraries imported and warm."""
+    """Returns the check that a child process runs, with its libraries imported and warmed up."""
 
     def check(asked: list, text: str) -> dict:
         followed = []

@@ -23,7 +23,7 @@ CLOSED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def rule(*names: str) -> Callable:
-    """Registers a function under the ids that it judges."""
+    """Registers a function under the ids of the instructions that it checks."""
 
     def register(function: Callable[..., bool]) -> Callable[..., bool]:
         RULES.update(dict.fromkeys(names, function))
@@ -84,13 +84,13 @@ def lacks_words(text: str, forbidden_words: list) -> bool:
 
 @rule("keywords:frequency", "keywords:word_count_different_numbers")
 def keyword_frequency(text: str, keyword: str, frequency: float, relation: Relation) -> bool:
-    """The keyword appears less than, or at least, N times."""
+    """The keyword appears fewer than, or at least, N times."""
     return compare(occurrences(keyword, text), relation, frequency)
 
 
 @rule("keywords:letter_frequency", "letters:letter_counting2")
 def letter_frequency(text: str, letter: str, let_frequency: float, let_relation: Relation) -> bool:
-    """The letter, in either case, appears less than, or at least, N times."""
+    """The letter, in either case, appears fewer than, or at least, N times."""
     return compare(Counter(text.lower())[letter.strip().lower()], let_relation, let_frequency)
 
 
@@ -272,7 +272,7 @@ def placeholders(text: str, num_placeholders: float) -> bool:
 
 @rule("detectable_content:postscript")
 def postscript(text: str, postscript_marker: str) -> bool:
-    """A line has the marker; P.S. and P.P.S may have spaces in them."""
+    """The text contains the marker; P.S. and P.P.S may have spaces in them."""
     marker = postscript_marker.strip()
     usual = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return bool(re.search(usual.get(marker, marker.lower()), text.lower()))
@@ -306,7 +306,7 @@ def sections(text: str, section_spliter: str, num_sections: float) -> bool:
 
 @rule("detectable_format:json_format")
 def is_json(text: str) -> bool:
-    """The text is JSON, in a fence or not."""
+    """The text is JSON, with or without a code fence."""
     text = text.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
         text = text.removeprefix(fence)
@@ -380,7 +380,7 @@ def no_exclamation(text: str) -> bool:
 
 @rule("startend:end_checker")
 def ends_with(text: str, end_phrase: str) -> bool:
-    """The last words are the phrase, in quotes or not."""
+    """The last words are the phrase, with or without quotes."""
     return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 

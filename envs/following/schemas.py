@@ -19,7 +19,7 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions")  # name -> s
 def problem(schema: Json) -> str:
     """Returns why a value is not a JSON schema; "" if it is one.
 
-    Raises RecursionError if it is nested too deeply.
+    Raises RecursionError if the value is nested too deeply.
     """
     error = next(_of_schemas().iter_errors(schema), None)
     if error:
@@ -36,7 +36,7 @@ def problem(schema: Json) -> str:
 def references(schema: Json) -> Iterator[str]:
     """Yields each `$ref` of a schema.
 
-    Yields nothing if a part of it has an `$id`, because references are then relative to that.
+    Yields nothing if a part of it has an `$id`, because references are then relative to that id.
     """
     if "$id" in json.dumps(schema):
         return
@@ -53,13 +53,13 @@ def references(schema: Json) -> Iterator[str]:
 def validator(schema: Json) -> Draft202012Validator:
     """Returns a validator for data.
 
-    Other schemas that it refers to are not fetched: validation raises Unresolvable.
+    If the schema refers to other schemas, they are not fetched: validation raises Unresolvable.
     """
     return Draft202012Validator(schema, registry=Registry())
 
 
 def strict(schema: Json, is_schema: bool = True) -> Json:
-    """Returns the schema, tightened: its objects have all their properties and no others."""
+    """Returns the schema, tightened: objects must have all their properties and no others."""
     if not isinstance(schema, dict):
         return schema
     tight = {key: strict(v, not (is_schema and key in NAMED)) for key, v in schema.items()}
@@ -72,7 +72,7 @@ def strict(schema: Json, is_schema: bool = True) -> Json:
 
 @functools.cache
 def _of_schemas() -> Draft202012Validator:
-    """Returns a validator for schemas, which has the meta-schema in one piece.
+    """Returns a validator for schemas, with the parts of the meta-schema merged into one.
 
     The original's dynamic references take six times as long.
     """

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
-# With these, Punkt splits as with its own model of English, which must be downloaded:
-# abbreviations, words that begin a sentence after an abbreviation if they have a capital, and words
-# that do so after an initial.
+# With these words, Punkt splits texts as with its own model of English, which would have to be
+# downloaded: abbreviations, words that begin a sentence after an abbreviation if they are
+# capitalised, and words that do so after an initial.
 ABBREVIATIONS = """a.m adm ala ariz aug ave bros c calif chg cie co col colo conn corp cos ct d d.c
 dec dr e f feb fla fri ft g ga gen h ill inc jan jr k kan ky l l.a lt ltd m m.b.a maj messrs mg mich
 minn mr mrs ms n n.c n.j n.y nev nov oct ok okla ore p p.m pa ph.d prof r rep reps s sen sep sept sr
@@ -31,8 +31,8 @@ making may more much music must my never new next no not now of often old on onc
 others our out over own part people perhaps rather say see she should small something take tell than
 that their then those three time to today too two until up use want was water way we well what where
 who why will with work world would write you young"""
-# The replacements that IFEval's own splitter makes, in order; <prd> is a dot that ends nothing,
-# <stop> the end of a sentence.
+# The replacements that IFEval's own splitter makes, in order; <prd> is a dot that does not end a
+# sentence, and <stop> marks the end of a sentence.
 LETTER = "([A-Za-z])"
 STARTER = (
     r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s"

@@ -3,18 +3,18 @@
 Row: `schema_str`, the schema as JSON text; `schema_type`: json (default), yaml, xml, toml or csv;
 `response_mode`: "text" (default), or "tool_call" with `tool_name` and `tool_payload_key`, both
 optional; `xml_coerce_types` (default true). Judged as in NeMo-Gym's
-resources_servers/structured_outputs. The whole text after the reasoning must parse: in a code fence
-it earns 0. In the mode "tool_call" there must be one call, with that name; its arguments are
-judged, or the value under that key. The schema is tightened first: an object has all `properties`
-that the schema names, and no others. Schemas in lists, such as anyOf's, stay as they are, and
-`format` is not checked. XML and CSV have only texts: these become numbers and booleans where the
-schema asks for them.
+resources_servers/structured_outputs. The whole text after the reasoning must parse: a text in a
+code fence earns 0. In the mode "tool_call" there must be one call, with that name; its arguments
+are judged, or the value under that key. The schema is tightened first: an object must have all
+`properties` that the schema names, and no others. Schemas in lists, such as anyOf's, stay as they
+are, and `format` is not checked. All values in XML and CSV are texts: they become numbers and
+booleans if the schema asks for these.
 
 Deliberate deviations. Stricter than NeMo-Gym: NaN and Infinity are not JSON; a CSV needs a data
-row, without which any line would do, and rows as long as the header; in XML and CSV a number is
-digits, sign, point and exponent, not "1_000" or "nan". More lenient than NeMo-Gym: white space may
-precede a YAML; XML elements of several types, such as integer or null, become numbers as in CSV; a
-property may have the name `properties`.
+row, without which any line would do, and rows as long as the header; in XML and CSV a number
+consists of digits, sign, point and exponent, so "1_000" and "nan" are not numbers. More lenient
+than NeMo-Gym: white space may precede YAML; XML elements of several types, such as integer or null,
+become numbers as in CSV; a property may have the name `properties`.
 
 Known leaks: values are not compared with the document, so any values that fit the schema are
 rewarded, and so are empty lists, comments, duplicate keys and arguments other than
@@ -65,7 +65,7 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns 0.0 or 1.0; `reason` is the error, `at` its place.
+    """Returns 0.0 or 1.0; `reason` is the error, and `at` the JSON path of an invalid value.
 
     Raises CheckerError if no check could run, and ValueError if the schema refers to another one.
     """

@@ -43,7 +43,7 @@ def text_of(path: str | None) -> str:
 
 
 def problem(name: str, judge: Mapping[str, Json]) -> str:
-    """Returns why a run could not ask a judge, and how to fix it; "" if nothing prevents it.
+    """Returns why a run cannot ask a judge, and how to fix it; "" if nothing prevents it.
 
     A server that does not answer is not a problem: the run waits for it. A server that answers must
     serve the judge's model.
@@ -77,7 +77,7 @@ def _problem(name: str, judge: str, file: str, served: str, nodes: str) -> str:
 
 
 def unserved(url: str, model: str) -> str:
-    """Returns what is wrong with a server that answers; "" if nothing is, or if it is silent."""
+    """Returns the problem of a server that answers; "" if it has none, or if it does not answer."""
     try:
         with directly(f"{url}/models", SECONDS) as answer:
             served = [entry["id"] for entry in json.loads(answer.read())["data"]]
@@ -91,7 +91,7 @@ def unserved(url: str, model: str) -> str:
     except OSError:
         return ""
     except (ValueError, TypeError, LookupError):
-        return f"GET {url}/models gave no list of models, expected a server such as vLLM's"
+        return f"GET {url}/models returned no list of models, expected a server such as vLLM's"
     if not served or (model and model not in served):
         return f"{url} serves {', '.join(map(str, served))}, expected {model or 'a model'!r}"
     return ""

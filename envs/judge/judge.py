@@ -118,12 +118,12 @@ async def ask(
 ) -> T | None:
     """Asks a judge, and returns the verdict that `read` finds in its reply; None if `tries` fail.
 
-    Chat-template control tokens in the messages get a space (envs/judge/prompts.py). `read`
-    gets the text after the judge's reasoning. `sampling` holds chat-completion parameters
+    A space is inserted into chat-template control tokens in the messages (envs/judge/prompts.py).
+    `read` gets the text after the judge's reasoning. `sampling` contains chat-completion parameters
     (temperature, top_p, max_tokens); services.judges[name]["sampling"] overrides them. A reply that
     was cut off has no verdict, and a conversation that is longer than the judge's context gets
-    none. Raises Away, and CheckerError if the judge refuses any other request, or if UNREAD
-    consecutive replies have no verdict.
+    none. Raises Away if the judge is away for too long, and CheckerError if it refuses any other
+    request, or if UNREAD consecutive replies have no verdict.
     """
     if sum(len(message["content"]) for message in messages) > LARGE:
         messages = await in_thread(inert, messages)
@@ -191,16 +191,16 @@ class Server:
         try:
             self.model = str(models["data"][0]["id"])
         except (TypeError, LookupError):
-            raise Failed("garbled", f"GET {self.url}/models gave {str(models)[:REFUSED]}") from None
+            raise Failed("garbled", f"GET {self.url}/models: got {str(models)[:REFUSED]}") from None
 
     async def request(
         self, method: str, path: str, seconds: float, body: Mapping[str, Json] | None = None
     ) -> Any:
         """Returns the JSON value of the server's answer. Raises Failed and CheckerError."""
-        import aiohttp  # slower to import than everything else that environments import with this
+        import aiohttp  # slower to import than everything else that this module imports
 
         what = f"{method} {self.url}/{path}"
-        # Half a surrogate pair is not a character, and servers refuse requests that contain one.
+        # A lone surrogate is not a character, and servers refuse requests that contain one.
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace") if body else None
         timeout = aiohttp.ClientTimeout(seconds, sock_connect=patience())
         headers = {"Content-Type": "application/json"}
@@ -231,7 +231,7 @@ class Server:
 
 
 def characters_of(body: Mapping[str, Json] | None) -> int:
-    """Returns how many characters the messages of a request have; 0 if it has none."""
+    """Returns the number of characters in the messages of a request; 0 if it has no messages."""
     messages = (body or {}).get("messages")
     if not isinstance(messages, list):
         return 0
@@ -239,10 +239,10 @@ def characters_of(body: Mapping[str, Json] | None) -> int:
 
 
 def refusal(received: str, characters: int) -> CheckerError:
-    """Returns the error for a refused request with a conversation of so many characters.
+    """Returns the error for a refused request whose conversation has `characters` characters.
 
-    A conversation with fewer characters than half of the context's tokens is not too long: the
-    context of the judge's server is too short for the number of tokens to generate.
+    If the conversation has fewer characters than half of the context's tokens, it is not too long:
+    the context of the judge's server is too short for the number of tokens to generate.
     """
     context = TOO_LONG.search(received)
     if context and characters > int(context[1]) / 2:
@@ -268,7 +268,7 @@ def said(url: str, completion: Completion) -> str:
     except (TypeError, LookupError, AttributeError):
         raise Failed(
             "garbled",
-            f"{url}/chat/completions gave no completion: {str(completion)[:REFUSED]}",
+            f"{url}/chat/completions returned no completion: {str(completion)[:REFUSED]}",
         ) from None
 
 
@@ -387,7 +387,7 @@ class Judge:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[Server]:
-        """Holds a server for one call, first come, first served."""
+        """Reserves a server for one call, first come, first served."""
         turn = asyncio.get_running_loop().create_future()
         self.waiting.append(turn)
         self.serve()
@@ -418,7 +418,7 @@ class Judge:
             self.waiting.popleft().set_result(server)
 
     async def keep(self) -> None:
-        """Reads addresses and serves for as long as calls wait or the judge is away."""
+        """Reads addresses and serves waiting calls while there are calls or the judge is away."""
         read_at = -REREAD
         while self.calls or self.away_since is not None:
             if time.monotonic() - read_at >= REREAD:
@@ -430,7 +430,7 @@ class Judge:
             await asyncio.sleep(TICK)
 
     def look(self) -> None:
-        """Notes whether any server takes calls."""
+        """Records whether any server takes calls."""
         lives = any(not server.probing for server in self.servers.values())
         if lives and self.away_since is not None:
             self.away_since = None

@@ -1,13 +1,13 @@
 """Reads and fills the prompts of judges: each module has its prompts in a file next to it.
 
-For maths/same_answer.py that is maths/same_answer.txt. A line `=== NAME` begins a prompt, and a
-line that ends in a backslash continues on the next line. Placeholders use str.format syntax, such
+For maths/same_answer.py that file is maths/same_answer.txt. A line `=== NAME` begins a prompt, and
+a line that ends in a backslash continues on the next line. Placeholders use str.format syntax, such
 as {answer}.
 
-An answer is shown unchanged, with two exceptions. In an answer, the prompt's markup and a verdict's
-labels get a space, so that the answer cannot close its place in the prompt, and so that a judge
-does not give a verdict by quoting it. Chat-template control tokens get a space too, because a
-server would read them as the end of the message.
+An answer is shown unchanged, with two exceptions. A space is inserted into the prompt's tags and
+into a verdict's labels, so that the answer cannot close the tag around it, and so that a judge does
+not give a verdict by quoting the answer. A space is also inserted into chat-template control
+tokens, because a server would read them as the end of the message.
 """
 
 import functools
@@ -19,7 +19,7 @@ from pathlib import Path
 from envs.services import CheckerError, current
 
 CONTROL = re.compile(
-    r"<(?=[|\uff5c][^|\uff5c\s<>]{1,40}[|\uff5c]>)"  # <|im_end|>, also in full width
+    r"<(?=[|\uff5c][^|\uff5c\s<>]{1,40}[|\uff5c]>)"  # <|im_end|>, also with full-width bars
     r"|<(?=/?(?:s|bos|eos|think|start_of_turn|end_of_turn|<?SYS>?)>|SPECIAL_\d{1,4}>)"
     r"|\[(?=/?INST\])"
 )
@@ -75,7 +75,7 @@ def places(prompt: str) -> set[str]:
 def read(path: str) -> dict[str, str]:
     """Returns a file's prompts, by name.
 
-    Raises OSError, and ValueError if the file is not UTF-8 or has a name twice.
+    Raises OSError, and ValueError if the file is not UTF-8 or contains a name twice.
     """
     text = Path(path).read_text(encoding="utf-8-sig").replace("\\\n", "")
     names_and_texts = re.split(r"^=== (\w+)\n", text, flags=re.MULTILINE)[1:]
@@ -86,9 +86,9 @@ def read(path: str) -> dict[str, str]:
 
 
 def filled(template: str, parts: dict[str, str], **labels: str) -> str:
-    """Fills texts into a prompt's places <name>{name}</name>, which no text can open or close.
+    """Fills texts into a prompt's elements <name>{name}</name>, which no text can open or close.
 
-    In the texts, a label in brackets gets a space, and any other label is put in lower case.
+    In the texts, a label in brackets is split by a space, and any other label is lower-cased.
     """
     tag = re.compile(rf"<(?=/?\s*(?:{'|'.join(parts)})\s*/?>)", re.IGNORECASE)
     bracketed = [label for label in labels.values() if label[:1] == "["]
@@ -111,5 +111,5 @@ def apart(text: str, words: Iterable[str]) -> str:
 
 
 def inert(messages: list[dict]) -> list[dict]:
-    """Returns messages whose texts hold no chat-template control tokens."""
+    """Returns the messages with a space inserted into each chat-template control token."""
     return [one | {"content": CONTROL.sub(r"\g<0> ", one["content"])} for one in messages]

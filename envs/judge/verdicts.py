@@ -1,7 +1,7 @@
-"""Reads a judge's verdict, for environments whose judge gives a label.
+"""Reads a judge's verdict, for environments whose judge replies with a label.
 
-An answer may hold a label, which the judge may quote. In that case, a label counts only if nothing
-in the reply contradicts it, and if it stands at the end, where the judge was asked to put it.
+An answer may contain a label, which the judge may quote. In that case, a label counts only if
+nothing in the reply contradicts it, and if it is at the end, where the judge was asked to put it.
 """
 
 import re
@@ -23,8 +23,8 @@ def first_label(text: str, labels: Iterable[str]) -> str | None:
 def stated(reply: str, good: str, bad: str, answer: str) -> str | None:
     """Returns the first label in a reply to a question about `answer`, or None.
 
-    If the answer itself holds a label, returns `good` only if it ends the reply and `bad` is not in
-    the reply.
+    If the answer itself contains a label, returns `good` only if it ends the reply and `bad` is not
+    in the reply.
     """
     first = first_label(reply, (good, bad))
     if first is None or not holds(answer, (good, bad)):
@@ -33,7 +33,7 @@ def stated(reply: str, good: str, bad: str, answer: str) -> str | None:
 
 
 def holds(answer: str, labels: Iterable[str]) -> bool:
-    """Returns whether an answer holds a label: one in brackets in any spelling, a word as it is."""
+    """Returns whether an answer contains a label: in brackets in any spelling, else verbatim."""
     known = unicodedata.normalize("NFKC", answer)
     bare = re.sub(r"[\s\u200b-\u200f\u2060\ufeff]", "", known).casefold()
     return any(label.casefold() in bare if label[:1] == "[" else label in known for label in labels)
@@ -45,7 +45,7 @@ def ends(reply: str, label: str) -> bool:
 
 
 def own_line(reply: str, answer: str, words: Iterable[str]) -> str | None:
-    """Returns the word that is the last line of a reply, and not a line of the answer; or None."""
+    """Returns the word that makes up a reply's last line, but no line of the answer; or None."""
     word = reply.strip().rpartition("\n")[2].strip(MARKS).upper()
     quoted = (line.strip(MARKS).upper() for line in answer.split("\n"))
     return word if word in words and word not in quoted else None
@@ -54,7 +54,7 @@ def own_line(reply: str, answer: str, words: Iterable[str]) -> str | None:
 async def choose(
     name: str, question: str, labels: tuple[str, str], answer: str, **sampling: Json
 ) -> str | None:
-    """Asks a judge for one of two labels, good and bad, for an answer; returns it, or None.
+    """Asks a judge to give an answer the good or the bad label; returns the label, or None.
 
     Raises CheckerError.
     """

@@ -1,19 +1,19 @@
 r"""Questions that may be left open: 1.0 for a right answer, 0.5 for none, 0.0 for a wrong one.
 
-Row: `answer`, the reference; `question`, else the last one in the row's input; `abstention_reward`,
-the reward for abstaining, between 0 and 1 (0.5). Judged, as in NeMo-Gym's resources_servers/
+Row: `answer`, the reference; `question` (default: the last question in the row's input);
+`abstention_reward`, between 0 and 1 (default: 0.5). Judged, as in NeMo-Gym's resources_servers/
 abstention: the contents of the last \boxed{} after the reasoning, or the whole text without a box.
 [IDK] there, regardless of case and of marks and articles around it, counts as abstaining, without a
 call to the judge. The judge `general` labels anything else as right, wrong, or no attempt, which
-also counts as abstaining. A reply without a label counts as wrong. NeMo-Gym has the reward for
-abstaining in its server's settings: among Nemotron 3 Ultra's stages, IFBench has 0.9, which its
-rows must state here, and the others have 0.5.
+also counts as abstaining. A reply without a label counts as wrong. In NeMo-Gym, the reward for
+abstaining is one of the server's settings: among Nemotron 3 Ultra's stages, IFBench uses 0.9, which
+its rows must state here, and the others use 0.5.
 
 Deliberate deviations: the instructions are our own. NeMo-Gym reads its labels A, B and C from any
 word ("Answer: B" is a right answer there); here the last label in double brackets counts, else a
-letter that makes up the last line. If an answer holds a label, a label in the reply counts only if
-it ends the reply and is the only one there; NeMo-Gym rewards a quoted label. An answer that is
-empty or cut off earns 0 without being judged, although a judge may call it no attempt. Text in
+letter that makes up the last line. If an answer contains a label, a label in the reply counts only
+if it ends the reply and is the only one there; NeMo-Gym rewards a quoted label. An answer that is
+empty or cut off earns 0 without being judged, although a judge might call it no attempt. Text in
 <thinking> tags is not reasoning.
 
 Known leaks: the judge's. [IDK] is rewarded whatever is written before the box, and even for the
@@ -32,7 +32,7 @@ from rollout.messages import last_question
 
 AGENTS = ("abstention_simple_agent", "abstention")
 JUDGE = "general"
-SAMPLING = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 8192}  # as for Ultra
+SAMPLING = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 8192}  # as in Ultra's stages
 ABSTAINING = 0.5
 RIGHT, WRONG, OPEN = "[[A]]", "[[B]]", "[[C]]"
 LABELS = (RIGHT, WRONG, OPEN)
@@ -47,7 +47,7 @@ def needs(row: dict) -> tuple[Need]:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless there are a question and its answer, and abstaining pays less."""
+    """Raises ValueError unless the row has a question, its answer and a valid abstention reward."""
     answer = get(row, "answer", str, "an answer")
     require(answer.strip(), "answer", answer, "an answer")
     question = get(row, "question", str | None, "a text or null") or last_question(row)
@@ -97,8 +97,8 @@ async def asked(row: dict, answer: str) -> str | None:
 def verdict(reply: str, answer: str = "") -> str | None:
     """Returns the last label in a reply, else the label for the letter in its last line, else None.
 
-    If the answer holds a label, the verdict is WRONG unless the reply ends with a label and has no
-    other. If the answer has a line with just the letter, no letter is read.
+    If the answer contains a label, the verdict is WRONG unless the reply ends with a label and has
+    no other. A letter that also makes up a line of the answer is ignored.
     """
     label = max(LABELS, key=reply.rfind)
     if label not in reply:

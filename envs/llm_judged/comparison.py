@@ -57,12 +57,12 @@ class Answer(NamedTuple):
 
 
 def pairs(n: int, strategy: str = "circular") -> list[Pair]:
-    """Returns the pairs of n answers to compare: each with the next in a circle, or "all_pairs".
+    """Returns the pairs of n answers to compare: each with the next in a circle, or all pairs.
 
     In a circle each answer is shown first once and second once. Raises ValueError if n < 2.
     """
     if n < 2:
-        raise ValueError(f"a comparison takes 2 answers or more, got {n}")
+        raise ValueError(f"a comparison needs 2 answers or more, got {n}")
     if strategy == "all_pairs":
         return list(itertools.combinations(range(n), 2))
     return [(i, (i + 1) % n) for i in range(n)]
@@ -127,7 +127,7 @@ def fences(text: str) -> Iterator[str]:
 def objects(text: str) -> list[str]:
     """Returns the outermost {...} of a text; braces in strings do not count.
 
-    If one never ends, those inside it are returned.
+    If an object never ends, the objects inside it are returned.
     """
     found = []
     ends: dict[int, int] = {}
@@ -144,9 +144,9 @@ def objects(text: str) -> list[str]:
 
 
 def closings(text: str, start: int) -> dict[int, int]:
-    """Returns where each opening brace from `start` on is closed; -1 if it is not.
+    """Maps the index of each opening brace from `start` on to the index of its closing one, or -1.
 
-    No string may be open at `start`.
+    `start` must not be inside a string.
     """
     ends = {}
     open_braces = []

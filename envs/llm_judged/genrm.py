@@ -1,6 +1,6 @@
 """Answers to open questions, compared in pairs by a generative reward model: about 1 to 6.
 
-Row: `principle`, the judge's criterion (default: PRINCIPLE), and `prompt_id`, only for readers.
+Row: `principle`, the judge's criterion (default: PRINCIPLE), and `prompt_id`, which is not used.
 The answers in a group are compared in a circle, each with the next one, so each is shown first once
 and second once. The judge `genrm` sees the conversation, the principle and both answers without
 their reasoning, under the roles `principle`, `response_1` and `response_2`, which its chat template
@@ -60,15 +60,15 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 def check(row: dict) -> None:
     """Raises ValueError unless the row's own fields are texts."""
-    get(row, "principle", str | None, "what the judge is to look at, or null")
+    get(row, "principle", str | None, "the judge's criterion, or null")
     get(row, "prompt_id", str | int | None, "a name or null")
 
 
 async def score_group(rows: list[dict], responses: list[str]) -> list[Reward]:
     """Returns a group's rewards.
 
-    `base` is the score before lengths and formatting; `ties` is the share of an answer's
-    comparisons that the ranking decided, and `unread` the share that gave no verdict.
+    `base` is the score before the adjustments for lengths and formatting; `ties` is the share of an
+    answer's comparisons that the ranking decided, and `unread` the share without a verdict.
 
     Raises ValueError if there are fewer than two answers, Away if the judge is away, and
     CheckerError if it refuses a request.

@@ -1,8 +1,8 @@
 """Defines a safety judge's questions about an answer, and the rewards for its labels.
 
 Labels, rewards and policies come from NeMo-Gym's resources_servers/jailbreak_detection and
-over_refusal_detection; the words, in harm.txt, are ours. The harm categories come from the model
-card of Nemotron-Content-Safety-Reasoning-4B, and keep its numbering.
+over_refusal_detection; the wording, in harm.txt, is our own. The harm categories and their numbers
+come from the model card of Nemotron-Content-Safety-Reasoning-4B.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Check(NamedTuple):
     good: str
     bad: str
     pays: float  # reward for the bad label
-    unclear: float  # reward for neither label
+    unclear: float  # reward if the reply has neither label
 
 
 PROMPTS = prompts(__file__)

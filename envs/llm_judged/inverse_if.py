@@ -4,14 +4,14 @@ Row: `rubric` ([{"id", "criteria"}]), `prompt`, `reference_response`, and the ju
 `judge_system_prompt` and `judge_prompt_template` with the placeholders {prompt}, {model_response},
 {standard_response} and {criteria}. Judged, as in NeMo-Gym's resources_servers/inverse_if: the text
 after the reasoning, by the judge `general`, one call per criterion. Its verdict, PASS or FAIL, is
-the "result" of the JSON object in the first fenced block, else of any JSON object, else the word in
-the last of the final five lines that contains one. Rewards are in [0, 1].
+the "result" of the JSON object in the first fenced block, else of any JSON object, else the last of
+these words in the final five lines of its reply. Rewards are in [0, 1].
 
 Deliberate deviations: a row is bad if its template lacks a required placeholder or has an unknown
 one; an answer that is empty or cut off earns 0 without being judged; a reply without a verdict is
-counted, and the criterion fails. If an answer contains lines of the template, or verdicts, these
-get a space (envs/judge/prompts.py), and if it holds a verdict, a verdict that the reply may quote
-is not read. NeMo-Gym rewards a quoted PASS. Known leaks: the judge's.
+counted, and the criterion fails. A space is inserted into lines of the template and verdicts in an
+answer (envs/judge/prompts.py). If the answer contains a verdict, a verdict that the reply may have
+quoted is ignored; NeMo-Gym rewards a quoted PASS. Known leaks: the judge's.
 """
 
 import functools
@@ -98,7 +98,7 @@ async def score(row: dict, criteria: str, text: str) -> float:
 
 @functools.cache
 def delimiters(template: str) -> list[str]:
-    """Returns each template part's lines that have a letter; all its lines if none has one."""
+    """Returns each template part's lines that contain a letter; all its lines if none does."""
     found = []
     for own, *_ in string.Formatter().parse(template):
         lines = [line.strip() for line in own.split("\n") if len(line.strip()) > 1]
@@ -107,16 +107,16 @@ def delimiters(template: str) -> list[str]:
 
 
 def spoken(answer: str) -> list[str]:
-    """Returns the beginnings of the verdicts that an answer holds."""
+    """Returns the beginnings of the verdicts that an answer contains."""
     return list(dict.fromkeys(found[0] for found in RESULT.finditer(answer)))
 
 
 def verdict(reply: str, answer: str = "") -> str | None:
     """Returns PASS or FAIL; None if the reply has neither.
 
-    If the answer holds such an object, PASS counts only if an object ends the reply and the reply
-    does not contain FAIL. If the answer holds the word PASS, a word counts only if it is the last
-    line of the reply and not a line of the answer.
+    If the answer contains a verdict in JSON, PASS counts only if a JSON object ends the reply and
+    the reply does not contain FAIL. If the answer contains the word PASS, a word counts only if it
+    makes up the last line of the reply and is not a line of the answer.
     """
     if said := of_object(reply):
         if not spoken(answer):

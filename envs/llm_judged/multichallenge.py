@@ -7,9 +7,9 @@ last label counts, else YES or NO in the judge's last line. Rewards are in [0, 1
 
 Deliberate deviations: the instructions are our own, with the published labels; a reply with neither
 label does not meet its question, even if NO is wanted; an empty rubric is a bad row; an answer that
-is empty or cut off earns 0 without being judged. If an answer holds a label or such a word, a
-verdict that the reply may quote is not read; NeMo-Gym rewards a quoted one. Known leaks: the
-judge's.
+is empty or cut off earns 0 without being judged. If an answer contains a label, or the word yes or
+no, a verdict that the reply may have quoted is ignored; NeMo-Gym rewards a quoted one. Known leaks:
+the judge's.
 """
 
 import re
@@ -93,9 +93,9 @@ async def score(item: Item, context: str, answer: str) -> float:
 def verdict(reply: str, answer: str = "") -> str | None:
     """Returns YES or NO: the last label, else the word in the last line; None without either.
 
-    If the answer holds a label, a label in the reply counts only if it ends the reply and is the
-    only one there. If the answer holds a word, a word in the reply counts only if it makes up the
-    whole last line and is not a line of the answer.
+    If the answer contains a label, a label in the reply counts only if it ends the reply and is the
+    only one there. If the answer contains YES or NO as a word, a word in the reply counts only if
+    it makes up the whole last line and is not a line of the answer.
     """
     yes, no = reply.rfind(YES), reply.rfind(NO)
     if yes >= 0 or no >= 0:

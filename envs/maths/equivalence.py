@@ -7,15 +7,15 @@ the first label in its reply counts, and a reply without a label means "not the 
 differ in Rules:
 
     equivalence_llm_judge   questions from all fields; a row's regex finds the compared part
-    nl2bash                 commands, in a block after "Answer:"; asked again in the other order
+    nl2bash                 commands, in a block after "Answer:"; judged in both orders
     lc_judge                questions about long texts; only the question after the text is shown
 
 As in the released configurations, no Rules give half the reward for a match in the whole answer.
 
 Deliberate deviations: the instructions are our own, with the published labels, which an answer
-cannot imitate; an answer that is empty or cut off earns 0 without being judged. If an answer holds
-a label, "the same" counts only if it ends the reply and nothing contradicts it; NeMo-Gym rewards a
-quoted one. Known leaks: the judge's.
+cannot imitate; an answer that is empty or cut off earns 0 without being judged. If an answer
+contains a label, "the same" counts only if it ends the reply and nothing contradicts it; NeMo-Gym
+rewards a quoted one. Known leaks: the judge's.
 """
 
 import re
@@ -54,7 +54,7 @@ def needs(row: dict) -> tuple[Need]:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless there is a reference answer and any regex compiles."""
+    """Raises ValueError unless there is a reference answer, and the regex, if any, is valid."""
     answer = get(row, "expected_answer", str, "an answer")
     require(answer.strip(), "expected_answer", answer, "an answer")
     get(row, "template_metadata", dict | None, "an object or null")

@@ -58,8 +58,8 @@ async def verify(row: dict, response: str) -> Reward:
 
 
 def make_check() -> Callable[..., dict]:
-    """Returns the check that a child process runs, with its library imported and warm."""
-    # SymPy would import these during a check, where a file that cannot be opened makes answers
+    """Returns the check that a child process runs, with its library imported and warmed up."""
+    # SymPy would import these during a check, in which a file that cannot be opened makes answers
     # unequal.
     import sympy.integrals.manualintegrate  # type: ignore[import-untyped]
     import sympy.integrals.prde  # type: ignore[import-untyped]

@@ -1,19 +1,19 @@
 """Mathematics with a Python interpreter that keeps its state: 1.0 for a right answer, else 0.0.
 
-Row: as for the environment that judges, which `verifier_type` names (default math_with_judge), plus
-the tool `stateful_python_code_exec` with `code`. An episode has at most 50 answers, of which the
-last is judged by that verifier, as in NeMo-Gym's resources_servers/ns_tools. Each episode has its
-own session in the sandbox (envs/sandbox/sessions.py), which ends with the episode. A call shows
-what its code printed, the value of its last line, or a traceback: at most 1,000 characters. If a
-call takes over 10 s, the interpreter is restarted, and the output states this.
+Row: as for the verifier, the environment that `verifier_type` names (default: math_with_judge),
+plus the tool `stateful_python_code_exec` with `code`. An episode has at most 50 answers, of which
+the verifier judges the last, as in NeMo-Gym's resources_servers/ns_tools. Each episode has its own
+session in the sandbox (envs/sandbox/sessions.py), which ends with the episode. A call returns what
+its code printed, the value of its last line, or a traceback: at most 1,000 characters. If a call
+takes over 10 s, the interpreter is restarted, and the output states this.
 
 numpy and sympy are available if the sandbox's Python has the same version as ours and the user
 nobody may read our packages. If services.sandbox is "http", the interpreter is an IPython session
 of NeMo-Skills' service.
 
 Deliberate deviations. The sandbox's own interpreter has no IPython magics, and shows stdout and
-stderr together, in the order of printing. A call's processes and threads pause or end when the call
-does. A calculation that gets no CPU does not time out.
+stderr together, in the order of printing. When a call ends, its processes and threads are paused or
+ended. A calculation that gets no CPU does not time out.
 
 Known leaks: as in envs/maths/math.py. The code can see neither the row nor another episode.
 """
@@ -43,14 +43,14 @@ VERIFIERS: dict[str | None, ModuleType] = {"math_with_judge": math, None: math}
 
 
 def needs(row: dict) -> tuple[Need, ...]:
-    """A sandbox, a tool-call parser, and what the row's verifier needs."""
+    """A sandbox, a tool-call parser, and the needs of the row's verifier."""
     verifier = VERIFIERS[row.get("verifier_type")]
     judging = verifier.needs(row) if hasattr(verifier, "needs") else ()
     return sandbox.NEED, TOOL_PARSER, *judging
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the row can be judged and offers this one tool."""
+    """Raises ValueError unless the row can be judged and offers the Python tool alone."""
     kind = get(row, "verifier_type", str | None, "the name of a verifier, or null")
     known = ", ".join(filter(None, VERIFIERS))
     require(kind in VERIFIERS, "verifier_type", kind, f"one of: {known}")

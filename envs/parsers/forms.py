@@ -1,4 +1,4 @@
-"""Recognises the tool calls that model families write; forms have the names of vLLM's parsers."""
+"""Recognises the tool calls that model families write; forms are named like vLLM's parsers."""
 
 import json
 import re
@@ -88,7 +88,7 @@ def count_mistral(body: str) -> int:
 
 
 def count_all(call: re.Pattern[str]) -> Callable[[str], int]:
-    """Returns a function that counts consecutive calls; group 1 of `call` holds JSON arguments."""
+    """Returns a function that counts consecutive calls; group 1 of `call` is JSON arguments."""
 
     def count(body: str) -> int:
         at = found = 0

@@ -50,7 +50,7 @@ async def read(text: str, model: str, tools: list | None, template_kwargs: dict)
 
     `text` includes the opening that the prompt already wrote, such as `<think>`; `model` is the
     tokenizer's folder; `tools` and `template_kwargs` come from the row. An answer that a parser
-    cannot read is malformed. Raises CheckerError if no parser runs.
+    cannot read is malformed. Raises CheckerError if no parser can run.
     """
     named = services.current()
     if not is_named(named):
@@ -101,8 +101,8 @@ class Server:
     async def ask(self, request: str) -> dict | None:
         """Returns the fields of a Response; None if a parser raised, or took too long.
 
-        If the process dies, the request goes to a new one. Raises CheckerError if that dies as
-        well.
+        If the process dies, the request goes to a new one. Raises CheckerError if the new one dies
+        as well.
         """
         return await asyncio.wrap_future(self.thread.submit(self._ask, request))
 
@@ -138,12 +138,12 @@ class Server:
         greeting = _line_of(process)
         if greeting != READY:
             self.close()
-            why = json.loads(greeting or "null") or f"code {process.returncode} at their start"
+            why = json.loads(greeting or "null") or f"they ended with code {process.returncode}"
             raise CheckerError(f"vLLM's parsers: {why}")
         return process
 
     def close(self) -> None:
-        """Lets the process end, and waits for it."""
+        """Closes the process's input, and waits until it has ended."""
         assert self.process
         self.process.communicate()
         self.process = None

@@ -1,1 +1,1 @@
-"""Errands in nine simulated offices, worked by calls, with data that an attacker has changed."""
+"""Errands in nine simulated offices, done by tool calls on data that an attacker has changed."""

@@ -74,7 +74,7 @@ DECIDING: dict[str, tuple[str, ...]] = {
 def is_attack(call: Mapping[str, Json], injection: Injection) -> bool:
     """Returns whether a call has the attack's tool and its deciding arguments.
 
-    If no argument is known to decide, all do. They are compared as texts, in lower case.
+    If no argument is known to decide, all do. Values are compared as texts, in lower case.
     """
     target = injection["target_args"]
     if call.get("name") != injection["target_tool"] or not target:
@@ -92,7 +92,7 @@ def is_attack(call: Mapping[str, Json], injection: Injection) -> bool:
 
 
 def plain(value: Json) -> str:
-    """Returns a value as it is compared; "" if it is nested too deeply."""
+    """Returns the text by which a value is compared; "" if the value is nested too deeply."""
     try:
         return str(value).strip().lower()
     except RecursionError:

@@ -29,7 +29,7 @@ from envs.prompt_injection.worlds import (
     write,
 )
 
-LONGEST = 1000  # characters or items that hours times a rate may give
+LONGEST = 1000  # characters or items that hours times a rate may have
 
 # --- messages in several offices ------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
-"""Builds the tools of the simulated offices: a world, and the shapes that tools have.
+"""Builds the tools of the simulated offices: their world, and the shapes of tools.
 
-A world is a row's `environment`: tables of records by id, and lists of messages. A tool's
-action on it, `action(world, args)`, returns JSON values, or a text for the policy. The shapes below
-make most of the tools in envs/prompt_injection/offices.py.
+A world is a row's `environment`: tables of records by id, and lists of messages. A tool's action on
+it, `action(world, args)`, returns JSON values, or a text for the policy. Most of the tools in
+envs/prompt_injection/offices.py are made from the shapes below.
 
 NeMo-Gym shows the policy Python's message if a function raises. So the order of comparisons, and
 which of two values has its `lower` called first, are part of a tool's behaviour, and are as in
 NeMo-Gym. For the same reason nothing enforces the types below: a value of another type must raise
-where it does in NeMo-Gym.
+at the same point as in NeMo-Gym.
 
 Parameters and fields are written as words that state both: `status` is a required argument that is
 a field of that name, `priority:low` one with a default, `notes?` one whose field is left out if it
@@ -62,7 +62,7 @@ class Tool:
         """
         known = (*self.required, *self.optional)
         for key in given:
-            if key == "env":  # the parameter of Gym's functions that holds the world
+            if key == "env":  # the parameter of Gym's functions for the world
                 raise TypeError(f"{name}() got multiple values for argument 'env'")
             if not self.is_open and key not in known:
                 raise TypeError(f"{name}() got an unexpected keyword argument '{key}'")
@@ -138,7 +138,7 @@ class Test:
 
 
 def must(argument: str, compare: Comparison, name: str = "") -> Test:
-    """Returns a test of a required argument against a field, by default the one of its own name."""
+    """Returns a test of a required argument against a field, by default the field of its name."""
     return Test(argument, compare, name or argument)
 
 
@@ -281,7 +281,7 @@ class Kind:
         return tool(words, action)
 
     def find(self, *tests: Test, columns: str = "") -> Tool:
-        """Makes a tool that returns the records that pass all tests: whole, or these columns."""
+        """Makes a tool that returns the records that pass all tests: in full, or these columns."""
 
         def action(world: World, args: Args) -> list[Record]:
             for test in tests:

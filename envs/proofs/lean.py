@@ -1,23 +1,23 @@
 r"""Lean 4 proofs of a given statement, compiled with Mathlib: 1.0 if Lean accepts it, else 0.0.
 
-Row: `header` (imports and options), `formal_statement` (up to its `:= by`), and, only for readers,
-`informal_prefix`, `name` and `split`. Judged, as in NeMo-Gym's resources_servers/math_formal_lean:
+Row: `header` (imports and options), `formal_statement` (up to its `:= by`), and `informal_prefix`,
+`name` and `split`, which are not used. Judged, as in NeMo-Gym's resources_servers/math_formal_lean:
 the last fenced block of lean4, else lean3, lean or any, else the whole text. If a block has a
 theorem or an example, only its proof counts, which follows `:=` and `by`; the row's header and
 statement are put before it. Lean must end with code 0 within 30 s and not print "sorry". Here one
 answer is judged; in envs/proofs/lean_refinement.py the policy may answer again after it has seen
 Lean's errors.
 
-`services.lean` is a command that compiles in the sandbox, or a folder that launch/lean.sh made,
-whose bin/lean does so. Or it is the URL of NeMo-Skills' sandbox service, which includes Lean
-v4.12.0 and Mathlib. If services.sandbox is "http" and services.lean is empty, the service at
+`services.lean` is a command that compiles in the sandbox, a folder that launch/lean.sh created,
+whose bin/lean does so, or the URL of NeMo-Skills' sandbox service, which includes Lean v4.12.0 and
+Mathlib. If services.sandbox is "http" and services.lean is empty, the service at
 services.sandbox_url compiles.
 
-Deliberate deviations. FORBIDDEN words earn 0, wherever they stand: with them, an answer could run
+Deliberate deviations. FORBIDDEN words earn 0, wherever they appear: with them, an answer could run
 code inside Lean, which can end Lean with code 0, or make Lean trust the compiler instead of the
 kernel (`native_decide`). All of Lean's output is read, not only its first 1,000 characters, after
-which a "sorry" can hide. If Lean's errors are not in the answer, Lean must compile the row's
-header: a Lean without Mathlib is an error, not a 0. Once per header, Lean must refuse a false
+which a "sorry" can hide. If Lean fails without naming a line of the proof, it must compile the
+row's header: a Lean without Mathlib is an error, not a 0. Once per header, Lean must refuse a false
 proof.
 
 Not checked: which axioms a proof uses (#print axioms). An axiom that an answer adds comes after the

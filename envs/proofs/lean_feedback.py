@@ -29,10 +29,10 @@ with ```. Write nothing else before or after it."""
 
 
 class Found(NamedTuple):
-    """An error and its place."""
+    """An error and its position."""
 
-    line: int  # from 1
-    column: int  # from 0, in characters
+    line: int  # counted from 1
+    column: int  # counted from 0, in characters
     message: str
 
 
@@ -48,7 +48,7 @@ def errors(output: str) -> list[Found]:
 
 
 def feedback(ran: Ran, source: str) -> str:
-    """Returns a failed proof's errors, as shown to its author."""
+    """Returns a failed proof's errors, as shown to the policy."""
     if ran.ended == "time":
         return TIMEOUT
     output = f"{ran.stdout}\n{ran.stderr}"
@@ -61,7 +61,7 @@ def feedback(ran: Ran, source: str) -> str:
 
 
 def marked(source: str, found: list[Found]) -> str:
-    """Returns the first errors with code around them, marked from the column to the line's end."""
+    """Returns the first errors and the code around them, marked from an error to its line's end."""
     lines = source.split("\n")
     text = ""
     for number, error in enumerate(found[:MOST], 1):

@@ -2,13 +2,13 @@
 
 Row and judgement are as in envs/proofs/lean.py. After a failed attempt, the conversation is
 replaced by one question: the attempt, up to 8 of Lean's errors with the code around them, and what
-to do (envs/proofs/lean_feedback.py). Up to two corrections are asked for. The last attempt gives
-the reward, and `attempts` is its number. NeMo-Gym does the same with its proof_refinement_agent on
-top of resources_servers/math_formal_lean.
+to do (envs/proofs/lean_feedback.py). Up to two corrections are asked for. The last attempt
+determines the reward, and `attempts` is its number. NeMo-Gym does the same with its
+proof_refinement_agent on top of resources_servers/math_formal_lean.
 
 Only the last attempt is trained on, as in NeMo-Gym. The attempts before it have failed, and an
-episode has one reward: they would be rewarded for what came after them. So a group compares first
-answers with corrections, as in NeMo-Gym.
+episode has only one reward, so they would be rewarded for what came after them. A group therefore
+compares first answers with corrections, as in NeMo-Gym.
 
 Deliberate deviations. The question is in our own words. Errors are read where Lean writes them, on
 stdout as well as on stderr, and from the whole output, not only its first 1,000 characters. After
@@ -38,7 +38,7 @@ needs, check, verify = lean.needs, lean.check, lean.verify
 
 
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
-    """Tries a proof at most three times; the episode holds the last attempt.
+    """Tries a proof at most three times; the episode consists of the last attempt.
 
     Raises CheckerError if Lean cannot run, and NoRoom if the first prompt leaves no room.
     """

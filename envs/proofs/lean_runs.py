@@ -73,7 +73,7 @@ async def is_doubtful(header: str, ran: sandbox.Ran) -> bool:
 
 
 def is_unsaid(ran: sandbox.Ran) -> bool:
-    """Returns whether Lean ended without output, as when killed, or at a service's deadline.
+    """Returns whether Lean ended without output, as it does if killed, or at a service's deadline.
 
     That deadline counts wall-clock time: the service may have been busy.
     """

@@ -76,7 +76,7 @@ def url() -> str:
 def command() -> list[str]:
     """Returns the words of the command that compiles a file here.
 
-    Its program is in a folder that launch/lean.sh made, or services.lean is the whole command.
+    Its program is in a folder that launch/lean.sh created, or services.lean is the whole command.
     """
     own = services.current().lean
     program = of_folder(own)
@@ -84,7 +84,7 @@ def command() -> list[str]:
 
 
 def of_folder(lean: str) -> str:
-    """Returns the program in a folder that launch/lean.sh made; "" if `lean` is not a folder."""
+    """Returns the program in a folder from launch/lean.sh; "" if `lean` is not a folder."""
     if not lean or not Path(lean).is_dir():
         return ""
     return str(Path(lean, "bin/lean").absolute())
@@ -120,7 +120,7 @@ def unavailable(lean: str) -> str:
 
 
 def folders(command: list[str]) -> list[str]:
-    """Returns the folders outside /usr that a command names, or that hold its programs."""
+    """Returns the folders outside /usr that a command names, or that contain its programs."""
     program = shutil.which(command[0]) or command[0]
     found = set()
     for word in [program, *command]:

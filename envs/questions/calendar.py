@@ -1,14 +1,14 @@
-"""Calendars kept over a conversation: 1.0 if all events are where they must be, else 0.0.
+"""Calendars kept over a conversation: 1.0 if all events meet their constraints, else 0.0.
 
 Row: `exp_cal_state`, event id -> `duration` (minutes), `min_time`, `max_time`, and `constraint`:
 null, "before T", "after T", "between T and T" or "at T". Judged: the first JSON list of objects in
-the text after the reasoning, as in NeMo-Gym's resources_servers/calendar. It must hold each
+the text after the reasoning, as in NeMo-Gym's resources_servers/calendar. It must contain each
 expected event with its duration, within its times, and no two events may overlap. Other fields of
 an event, such as its name, are not compared.
 
-If two events have the same id, the last is judged; an event that is given twice does not overlap
+If two events have the same id, the last is judged; an event that is listed twice does not overlap
 itself. A text with `<think>` that no parser has read earns 0, as in NeMo-Gym. Deliberate
-deviations: an event's texts may hold brackets, with which NeMo-Gym's regular expression finds no
+deviations: an event's texts may contain brackets, with which NeMo-Gym's regular expression finds no
 list; 12:-1 is not a time.
 
 Known leak: if a row expects no events, good and bad answers earn the same reward.
@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
 
 def check(row: dict) -> None:
     """Raises ValueError unless `exp_cal_state` has the duration and times of each event."""
-    expected = get(row, "exp_cal_state", dict, "event ids with what is expected of each")
+    expected = get(row, "exp_cal_state", dict, "an object that maps event ids to events")
     for name in expected:
         at = f"exp_cal_state.{name}."
         get(expected, f"{name}.duration", int, "minutes", "exp_cal_state.")

@@ -6,8 +6,8 @@ run of white space as one space. Nothing is extracted from a box or a sentence.
 
 Deliberate deviations: the similarity rules, which no released configuration sets, are left out;
 an empty reference is a bad row, and an answer that is empty or cut off earns 0.
-Known leaks: none. Right answers that earn 0, as in NeMo-Gym: those with an extra word or mark, such
-as "6." for "6", or with quotes and dashes that differ from the text's.
+Known leaks: none. As in NeMo-Gym, a right answer earns 0 if it has an extra word or mark, such as
+"6." for "6", or if its quotes or dashes differ from the text's.
 """
 
 from envs import Reward, final_text, get, require, unfinished

@@ -6,8 +6,8 @@ import re
 def extract(text: str) -> str:
     r"""Returns the last `<answer>` tag, else the first `\boxed{}`, else everything; stripped.
 
-    Finds what reasoning_gym.utils.extract_answer and Gym's regular expressions find, whose time
-    grows with the square of a hostile text's length.
+    Finds the same text as reasoning_gym.utils.extract_answer and Gym's regular expressions, whose
+    time grows with the square of a hostile text's length.
     """
     tagged = None
     end = 0
@@ -42,6 +42,6 @@ def is_same(answer: str, expected: str) -> bool:
 
     if expected.startswith("["):
         if any(answer.count(mark) != expected.count(mark) for mark in "[],"):
-            return False  # at once, whatever its length
+            return False  # without splitting the answer, which may be long
         answer, expected = bare(answer), bare(expected)
     return answer.strip() == expected.strip()

@@ -3,11 +3,11 @@ r"""Multiple choice: 1.0 if the chosen letter is the right one, else 0.0.
 Row: `options` ([{"A": text}, ...]; null texts are not options), `expected_answer` (a letter),
 `grading_mode`, `template_metadata` with `output_regex` (one or a list) and `answer_prefix`. Judged:
 the text after the reasoning, as in NeMo-Gym's resources_servers/mcqa. First come the row's regexes,
-in turn: the last match holds a letter, in the options or not, or an option's text. Then comes
+in turn: the last match names a letter, in the options or not, or an option's text. Then comes
 grading_mode:
     strict_single_letter_boxed   the last \boxed{}: a capital alone ("[C]"), or before one of :).-
     lenient_boxed                the same; else the only option with its text in the box
-    lenient_answer_colon         the first "answer:": a letter or an option's text, no more
+    lenient_answer_colon         the first "answer:": a letter or an option's text, nothing else
     lenient_answer_colon_md      the last "Answer:" or `answer_prefix` that names one letter, also
                                  in Markdown; "A or B" names none; with a prefix, else the box
 
@@ -37,7 +37,7 @@ COLON = re.compile(r"answer\s*:\s*(.+)", re.IGNORECASE)
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless options, answer, mode and regexes can be used."""
+    """Raises ValueError unless options, answer, mode and regexes are valid."""
     options = get(row, "options", list | None, "a list of objects, letter to text") or []
     for i, option in enumerate(options):
         good = isinstance(option, dict) and all(isinstance(v, str | None) for v in option.values())

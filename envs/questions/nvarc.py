@@ -8,7 +8,7 @@ resources_servers/nvarc.
     inductive      a program that defines transform(grid): the last ```python block, else the last
                    block without a language, else a text with "def transform". It is called once, in
                    the sandbox, with `test_input`. Its result is read as JSON, arrays as lists, and
-                   1.0, true or "1" as 1. The program has 30 s, numpy, scipy and torch
+                   1.0, true or "1" as 1. It has 30 s, and may import numpy, scipy and torch
 
 As in NeMo-Gym, a program that imports os, calls open or uses similar names (nvarc_programs) earns
 0, and what it prints is lost. Deliberate deviations: it may define classes, which does not work in
@@ -47,7 +47,7 @@ def mode(row: dict) -> str:
 
 
 def check(row: dict) -> None:
-    """Raises ValueError unless the mode is known and the grids that it needs are grids."""
+    """Raises ValueError unless the mode is known and its grids are well-formed."""
     get(row, "agent_mode", str | None, "text or null")
     known = mode(row)
     require(known in MODES, "agent_mode", known, f"one of: {', '.join(MODES)}, or null")
@@ -57,14 +57,14 @@ def check(row: dict) -> None:
 
 
 def check_grid(row: dict, field: str) -> None:
-    """Raises ValueError unless a field holds rows of integers from 0 to 9, of equal length."""
+    """Raises ValueError unless a field contains rows of equal length, of integers from 0 to 9."""
     grid = get(row, field, list, "a grid, a list of lists")
     require(grid, field, grid, "at least one row")
     for i, line in enumerate(grid):
         cells = isinstance(line, list) and all(type(v) is int and 0 <= v <= 9 for v in line)
         require(cells and line, f"{field}[{i}]", line, "a list of integers from 0 to 9")
         width = len(grid[0])
-        same = f"{width} cells, as the first row has"
+        same = f"{width} cells, as in the first row"
         require(len(line) == width, f"{field}[{i}]", f"a list of {len(line)}", same)
     size = len(json.dumps(grid))
     most = f"at most {LIMITS.output} bytes of JSON, because a program may return no more"
@@ -72,7 +72,7 @@ def check_grid(row: dict, field: str) -> None:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns 0.0 or 1.0; `reason` and `error` say why it is 0.
+    """Returns 0.0 or 1.0; `reason` and `error` explain a 0.
 
     Raises CheckerError if no program could run.
     """

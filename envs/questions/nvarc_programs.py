@@ -22,7 +22,7 @@ from envs.sandbox.sandbox import Limits
 T = TypeVar("T")
 LONG = 20_000  # characters; a longer text is read in a thread
 LIMITS = Limits(seconds=30.0, memory=6 << 30)  # PyTorch for CUDA maps 3.2 GB
-# The first newline after the fence ends it, and nothing is scanned twice.
+# The opening line ends at the first newline after the fence, and nothing is scanned twice.
 PYTHON = re.compile(r"```python[^\S\n]*+\n(.*?)```", re.DOTALL)
 PLAIN = re.compile(r"```[^\S\n]*+\n(.*?)```", re.DOTALL)
 GRID = pydantic.TypeAdapter(list[list[int]])

@@ -8,9 +8,9 @@ response that never closes its `<think>` earns 0, and boards are compared as boa
 The library rewards many wrong answers: docs/environments.md lists the known ones. Answers to
 puzzles in EVALUATES run as Python, in the sandbox.
 
-A row with `"exact": true` gives 1 for its `answer`, character by character, and 0 for any other. It
-closes all these leaks if there is one right answer and the question states its form. It does not
-suit puzzles with many answers, nor these: advanced_geometry, codeio, coin_flip, complex_arithmetic,
+With `"exact": true`, a row gives 1 for its `answer`, character by character, and 0 for any other.
+This closes all these leaks if there is one right answer and the question states its form. It is not
+for puzzles with many answers, nor for: advanced_geometry, codeio, coin_flip, complex_arithmetic,
 decimal_arithmetic, decimal_chain_sum, figlet_font, fraction_simplification, futoshiki,
 group_anagrams, knights_knaves, number_format, palindrome_partitioning, polynomial_equations,
 polynomial_multiplication, pool_matrix, power_function and the integration puzzles.
@@ -75,11 +75,11 @@ def evaluates(row: dict) -> bool:
 
 
 async def verify(row: dict, response: str) -> Reward:
-    """Returns the library's score; if `exact` is true, 1.0 if the answer is the row's, else 0.0.
+    """Returns the library's score or, if `exact` is true, 1.0 for the row's answer, else 0.0.
 
-    `info` has the extracted `answer`, and `scorer_errors`, 1 if the scorer raised. An answer that
-    makes the scorer raise, run for 10 s or die is a wrong one. Raises CheckerError if no check
-    could run, and ValueError if the scorer raises for the row's own answer.
+    `info` contains the extracted `answer`, and `scorer_errors`, which is 1 if the scorer raised. An
+    answer that makes the scorer raise, run for 10 s or die counts as wrong. Raises CheckerError if
+    no check could run, and ValueError if the scorer raises for the row's own answer.
     """
     text = final_text(response)
     if reason := unfinished(text):

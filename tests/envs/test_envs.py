@@ -96,7 +96,7 @@ def test_an_unknown_agent_is_answered_with_those_of_like_names(name, near):
      r"copied.py: AGENTS is .*expected a literal tuple"),
     ("copied", "def verify(:", r"copied.py cannot be read as Python: invalid syntax"),
     # Python would import the folder, and the module would never judge an answer.
-    ("judge", 'AGENTS = ("mine",)', "envs/judge.py has the name of the folder envs/judge/"),
+    ("judge", 'AGENTS = ("mine",)', "envs/judge.py is named like the folder envs/judge/"),
 ])  # fmt: skip
 def test_a_copied_environment_does_not_take_over_an_agent(
     tmp_path, monkeypatch, name, text, problem
@@ -192,7 +192,7 @@ test_a_bad_row_is_refused_by_name = refused(
     (MATH_ROW, [*INPUT, 0, "role"], "robot", r"input\[0\]\.role is 'robot', expected.*user"),
     (MATH_ROW, [*INPUT, 0, "content"], None, r"input\[0\]\.content is missing"),
     (MATH_ROW, [*INPUT, 0, "content"], [{"image": 1}], r"input\[0\]\.content\[0\]\.text is "),
-    (MATH_ROW, ["agent_ref"], "math", "agent_ref is 'math', expected an object that holds name"),
+    (MATH_ROW, ["agent_ref"], "math", "agent_ref is 'math', expected an object that contains name"),
     (MATH_ROW, ["expected_answer"], 2, "expected_answer is 2, expected a string"),
     (MATH_ROW, ["expected_answer"], " ", "expected_answer is ' ', expected an answer"),
     (PUZZLE_ROW, ["answer"], 383, "answer is 383, expected a string or null"),

@@ -164,9 +164,7 @@ def test_rows_without_a_reference_are_named_and_an_answer_may_be_given(project):
     module = project / "envs/my_reward.py"
     module.write_text(re.sub(r"def check.*?\n\n\n", "", module.read_text(), flags=re.S))
     done = run(project, "-m", "envs", "train.jsonl")
-    lacks = (
-        "train.jsonl:1 my_reward/arithmetic: not tried, no reference answer; -f FIELD or -a TEXT"
-    )
+    lacks = "train.jsonl:1 my_reward/arithmetic: not tried, it has no reference answer; -f FIELD or"
     assert done.returncode == 0 and lacks in done.stdout
     raised = r"train.jsonl:1: verify raised .*/envs/my_reward.py:\d+: KeyError: 'answer'$"
     assert re.search(raised, problem(project, "train.jsonl", "-a", "42"))
@@ -233,7 +231,7 @@ def test_an_environment_of_several_turns_is_said_not_to_be_tried(project):
     both = "def verify(row, response): return 1\nasync def score_group(rows, answers): ..."
     reward(project, both)
     out = try_rows(project)
-    assert "my_reward: only `verify` is tried; in training it does not decide alone" in out
+    assert "my_reward: only `verify` is tried; training does not use it alone" in out
     assert "3 tried, mean reward 1 " in out
 
 
@@ -259,11 +257,11 @@ def test_answers_of_a_run_are_judged_again(project):
     assert "3 tried, mean reward 0.3667, in the run 0.5 (0 to 1);" in out
     write_rows(project / "rollouts.jsonl", lines[3:])
     told = problem(project, "train.jsonl", "-r", "rollouts.jsonl")
-    assert told == "rollouts.jsonl: holds no rollouts for these rows, expected at least one"
+    assert told == "rollouts.jsonl: contains no rollouts of these rows, expected at least one"
     told = problem(project, "train.jsonl", "-r", "train.jsonl")
     assert told == "train.jsonl:1: expected a rollout: KeyError('row')"
     told = problem(project, "train.jsonl", "-r", "rollouts.jsonl", "-a", "42")
-    assert told == "-a, -f and -r exclude each other, expected one of them"
+    assert told == "-a, -f and -r are mutually exclusive, expected only one of them"
 
 
 def test_a_verify_that_never_returns_is_an_error_that_names_it(monkeypatch):

@@ -60,7 +60,7 @@ def test_each_lack_is_named_with_its_first_place_and_counted(check):
     assert "rows.jsonl:6: _hf_placeholder is not filled: data_prep.py blend fills it" in found
     assert "rows.jsonl:7: responses_create_params.input is missing" in found
     assert "expected a list of messages (1 rows)" in found
-    assert "rows.jsonl:8: the row is [1], expected an object that holds responses_create" in found
+    assert "rows.jsonl:8: the row is [1], expected an object that contains responses" in found
     assert "lean" in text and "no environment serves it" in text
     assert "8 rows, 7 of them bad" in text
 

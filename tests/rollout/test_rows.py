@@ -164,7 +164,7 @@ def test_a_file_of_bad_rows_is_refused(cfg, tmp_path):
     (GOOD[:-1] + b', "x": "\x00"}', "expected JSON: Invalid control character"),
     (b"[" * 100_000, "expected JSON: maximum recursion depth"),
     (GOOD + GOOD, "expected JSON: Extra data"),
-    (b"[]", "the row is [], expected an object that holds responses_create_params"),
+    (b"[]", "the row is [], expected an object that contains responses_create_params"),
     (b"{}", "responses_create_params.input is missing or null, expected a list of messages"),
     (b'{"question": "1 + 1?", "answer": "2"}',
      "responses_create_params.input is missing or null, expected a list of messages; the "
@@ -217,7 +217,7 @@ def test_rows_that_only_compare_are_left_out_where_an_answer_is_alone(
     lines = [row_of("compare"), row_of("judged_alone"), row_of("compare")]
     cfg.data.val = write_lines(tmp_path / "val.jsonl", lines)
     assert [row["_line"] for row in load_rows(cfg.data.val, cfg)] == [2]
-    left = f"{cfg.data.val}: rows compare answers (2 of compare), but data.val_samples = 1"
+    left = f"{cfg.data.val}: rows need answers to compare (2 of compare), but data.val_samples = 1"
     assert capsys.readouterr().out == f"{left}: they are not evaluated\n"
     for both in (cfg.data.val, "another.jsonl"):
         cfg.data.train = both
@@ -238,7 +238,7 @@ def test_rows_that_only_compare_are_not_trained_on_one_answer(environment, cfg, 
         cfg.group_size = 1
     else:
         cfg.data.val = cfg.data.train
-    told = rf"train.jsonl: rows compare answers \(3 of compare\), but {setting} = 1, expected 2"
+    told = rf"train.jsonl: rows need answers to compare \(3 of compare\), but {setting} = 1"
     with pytest.raises(InputError, match=told):
         load_rows(cfg.data.train, cfg)
 

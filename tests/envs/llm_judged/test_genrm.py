@@ -295,7 +295,7 @@ def test_an_answer_that_repeats_its_reasoning_earns_one():
 
 
 def test_a_group_of_one_is_refused():
-    with pytest.raises(ValueError, match="a comparison takes 2 answers or more, got 1"):
+    with pytest.raises(ValueError, match="a comparison needs 2 answers or more, got 1"):
         score(BETTER, ["a"])
 
 
@@ -457,7 +457,7 @@ async def test_the_loop_is_not_held_up_by_large_answers():
 
 test_bad_rows_are_refused = refused(
     lambda fields: check_rows.check_row(ROW | fields),
-    ({"principle": ["be kind"]}, r"principle is \['be kind'\], expected what the judge is to"),
+    ({"principle": ["be kind"]}, r"principle is \['be kind'\], expected the judge's criterion"),
     ({"prompt_id": [1]}, r"prompt_id is \[1\], expected a name or null"),
 )
 
