@@ -1,8 +1,9 @@
 """Writes the table of docs/environments.md from the modules of envs/.
 
-A folder of envs/ with a module that declares AGENTS is a family; the others are mechanisms. Nothing
-is imported. Of an environment's module the table shows the first line of its docstring, AGENTS, the
-docstring of its `needs`, and the files of envs/ that it imports, directly or through families.
+A folder of envs/ with a module that declares AGENTS is a family; other folders are mechanisms. The
+modules are parsed, not imported. For an environment's module, the table shows the first line of its
+docstring, its AGENTS, the docstring of its `needs`, and the files of envs/ that it imports,
+directly or through families.
 """
 
 import ast
@@ -14,21 +15,21 @@ PAGE = ROOT / "docs/environments.md"
 BEGIN, END = "<!-- shelf: written by docs/environment_table.py -->\n", "<!-- end of the shelf -->\n"
 HEAD = "| module | `agent_ref.name` | what is judged: the reward | needs | uses |\n"
 RULE = "|---|---|---|---|---|\n"
-COMMON = "rollout"  # what every environment uses
+COMMON = "rollout"  # a folder that every environment uses
 
 
 def parse(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
+    """Returns the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), path)
 
 
 def first_line(node: ast.Module | ast.FunctionDef) -> str:
-    """The first line of a docstring without its full stop; "" where there is none."""
+    """Returns the first line of a docstring without its full stop; "" if there is no docstring."""
     return (ast.get_docstring(node) or "").partition("\n")[0].removesuffix(".")
 
 
 def agents(module: ast.Module) -> tuple[str, ...] | None:
-    """The literal of a module's AGENTS; None where it declares none."""
+    """Returns the literal value of a module's AGENTS; None if the module declares no AGENTS."""
     for node in module.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -38,12 +39,12 @@ def agents(module: ast.Module) -> tuple[str, ...] | None:
 
 
 def names(node: ast.AST) -> list[str]:
-    """The names in an expression, such as the targets of an assignment."""
+    """Returns the names in an expression, such as the targets of an assignment."""
     return [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
 
 
 def imported(module: ast.Module) -> set[str]:
-    """The files of folders of envs/ that a module imports, such as maths/math."""
+    """Returns the files in folders of envs/ that a module imports, such as maths/math."""
     named = set()
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
@@ -55,7 +56,7 @@ def imported(module: ast.Module) -> set[str]:
 
 
 def needs(module: ast.Module) -> str:
-    """The docstring of a module's `needs`, or of the module that it has it from; "-" for none."""
+    """Returns the docstring of a module's `needs`, "as X" if X defines it, or "-" without one."""
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name == "needs":
             return first_line(node)
@@ -65,7 +66,7 @@ def needs(module: ast.Module) -> str:
 
 
 class Shelf:
-    """The files of envs/, by folder, and which of them serve agents."""
+    """The files of envs/, the files among them that serve agents, and the folders of these."""
 
     def __init__(self) -> None:
         folder = ROOT / "envs"
@@ -78,7 +79,7 @@ class Shelf:
         self.families = {name.rpartition("/")[0] for name in self.serving}
 
     def uses(self, name: str) -> str:
-        """The files that a module imports: of families also what these import in turn."""
+        """Returns the files that a module imports, itself or through files of families."""
         seen, queue = {name}, [name]
         while queue:
             new = imported(self.modules[queue.pop()]) - seen
@@ -90,7 +91,7 @@ class Shelf:
         return ", ".join(sorted(near, key=lambda file: ("/" in file, file))) or "-"
 
     def row(self, name: str) -> str:
-        """The line of the table for a module that serves agents."""
+        """Returns the table line for a module that serves agents."""
         module = self.modules[name]
         served = ", ".join(f"`{agent}`" for agent in agents(module)) or "any other"
         link = f"[{name.rpartition('/')[2]}](../envs/{name}.py)"
@@ -101,7 +102,7 @@ class Shelf:
         return f"| {' | '.join(cells)} |\n"
 
     def heading(self, folder: str) -> str:
-        """The line of the table for a folder: what it is for, and its files that serve no agent."""
+        """Returns the table line for a folder: its purpose, and its files that serve no agents."""
         if not folder:
             return "| **envs/** | | modules without a family | | |\n"
         about = first_line(parse(ROOT / f"envs/{folder}/__init__.py"))
@@ -112,7 +113,7 @@ class Shelf:
         return f"| **[{folder}/](../envs/{folder})** | | **{about}.**{own if rest else ''} | | |\n"
 
     def table(self) -> str:
-        """The families with their environments, then the folders that serve no agent."""
+        """Returns the families with their environments, then the folders that serve no agents."""
         lines = []
         for family in sorted(self.families):
             members = [name for name in sorted(self.serving) if name.rpartition("/")[0] == family]
@@ -122,7 +123,7 @@ class Shelf:
 
 
 def page() -> str:
-    """The page as it should be: its own text, and the table of today between the two markers."""
+    """Returns the page with its own text, and the current table between the two markers."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     if not after:

@@ -65,7 +65,7 @@ def test_a_key_is_what_its_nearest_listed_parent_is(flag, here):
     (["--logger.wandb.group=a"], "a key of NeMo-RL; here: wandb: W&B's own variables WANDB"),
     (["--data.input_key", "q"], "a key of NeMo-RL; here: none: options of data_prep.py rows"),
     (["env.nemo_gym.config_paths=[]"], "a key of NeMo-RL; here: services.nemo_gym: launch/gym.sh"),
-    (["custom_reward_function.path=x.py"], "a key of verl; here: none: a reward is verify of"),
+    (["custom_reward_function.path=x.py"], "a key of verl; here: none: a reward is the func"),
 ])  # fmt: skip
 def test_a_name_of_trl_or_verl_is_refused_with_ours(flags, here):
     assert f"error: {flags[0]}: {here}" in refused(*flags)

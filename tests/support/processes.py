@@ -12,12 +12,12 @@ ROLES = {"RolloutWorker": "rollout worker", "Generator": "engine", "Trainer": "t
 ORDER = ("driver", *ROLES.values(), "task")
 HEAD = """# What each process loads
 
-A reference: the modules of ours that each process of a small GRPO run had loaded by its end,
-including those loaded by the processes that it started. tests/test_run.py records them during its
-run and fails if they differ from this page;
-`GRPO_MANIFEST=write bash tests/run.sh tests/test_run.py` rewrites the page. No number is a limit,
-but a commit that changes this page gives the reason in its body. A task is a function that Ray runs
-in a process of its own, such as the one that writes groups.
+A reference: the modules of this project that each process of a small GRPO run has loaded by the
+time it ends, including modules loaded by the processes that it started. tests/test_run.py records
+them during its run and fails if they differ from this page;
+`GRPO_MANIFEST=write bash tests/run.sh tests/test_run.py` rewrites the page. The numbers are not
+limits, but a commit that changes this page must give the reason in its body. A task is a function
+that Ray runs in a process of its own, such as the one that writes groups.
 
 """
 
