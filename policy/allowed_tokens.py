@@ -45,7 +45,7 @@ class Allowed(NamedTuple):
         return Allowed(self.count_T[n:], self.ids_M[self.count_T[:n].sum() :])
 
     def extended(self, more: "Allowed | None") -> "Allowed":
-        """Returns these sets and the sets of the tokens that were sampled next."""
+        """Returns these sets, followed by the sets of the tokens that were sampled next."""
         return Allowed.joined([self, more]) if more else self
 
     def to(self, device: torch.device) -> "Allowed":
@@ -76,12 +76,12 @@ class Choices(NamedTuple):
     def keep(self, logits_CV: Tensor, rows: slice, first: int) -> None:
         """Sets the logits of a chunk to -inf, in place, except for the ids in its tokens' sets.
 
-        `rows` are the chunk's tokens. Column 0 is row `first` of the vocabulary; other ranks may
-        hold the other rows. Copies one logit per id in the sets.
+        `rows` selects the chunk's tokens. Column 0 is row `first` of the vocabulary; the rows
+        before and after this slice may be on other ranks. Copies one logit per id in the sets.
         """
         count_C = self.count_N[rows]
         row_M = torch.arange(len(count_C), device=count_C.device).repeat_interleave(count_C)
-        # From an id's position among this chunk's ids to its position among all ids.
+        # The distance from an id's position among this chunk's ids to its position among all ids.
         shift_C = self.first_N[rows] - (count_C.cumsum(0) - count_C)
         place_M = torch.arange(len(row_M), device=row_M.device) + shift_C[row_M]
         column_M = self.ids_M[place_M].long() - first

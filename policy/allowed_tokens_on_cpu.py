@@ -1,6 +1,7 @@
 """Makes an engine on a CPU return allowed tokens, which vLLM's first model runner does not do.
 
-A CPU has only that runner. The scheduler, the path to the client and the sampler are vLLM's own.
+vLLM has no other runner for CPUs. The scheduler, the path to the client and the sampler are vLLM's
+own.
 """
 
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ class Receiver(WeightReceiver):
     def join_sync_group(
         self, wire: bytes, host: str, port: int, first_rank: int, world: int
     ) -> int:
-        """Joins as `WeightReceiver` does; a second meeting does not capture twice."""
+        """Starts to capture, and joins as `WeightReceiver` does; may be called again."""
         capture(self.model_runner)
         return super().join_sync_group(wire, host, port, first_rank, world)
 
@@ -56,9 +57,9 @@ class Receiver(WeightReceiver):
 def capture(runner: "GPUModelRunner") -> None:
     """Makes a runner return the set that each token was chosen from.
 
-    The runner's sampler computes logprobs after truncation, -inf outside the sets, and gathers the
-    requested ones from them: one row per request or, with drafts, one per token that may be
-    accepted. A second call changes nothing.
+    The runner's sampler computes logprobs after truncation, which are -inf outside the sets, and
+    then gathers the requested logprobs. There is one row per request or, with drafts, one per token
+    that may be accepted. A second call changes nothing.
     """
     if "sample_tokens" in vars(runner):
         return
@@ -84,9 +85,9 @@ def capture(runner: "GPUModelRunner") -> None:
 
 
 def of_step(kept_RV: Tensor, sampled: list[int]) -> SamplingMaskLists:
-    """Returns the sets for a step from `sampled`, the number of tokens that each request sampled.
+    """Returns the token sets of a step, in which each request sampled the given number of tokens.
 
-    Every request is padded to the same number of rows of R; its own tokens come first.
+    `kept_RV` has the same number of rows for every request: its sampled tokens, then padding.
     """
     each = len(kept_RV) // len(sampled)
     used = [i * each + j for i, n in enumerate(sampled) for j in range(n)]

@@ -1,8 +1,9 @@
-"""Computes attention within each sequence of a packed row: torch's varlen kernel needs no mask.
+"""Computes attention within each sequence of a packed row, with torch's varlen kernel.
 
 Axes:  T tokens of a packed row   N its sequences   D width of a head
 
-transformers builds a T x T mask for SDPA, but not for a function that is only registered by name.
+For SDPA, transformers builds a T x T mask. It builds none for a function without a registered mask
+function, and this kernel needs none.
 """
 
 from functools import lru_cache
@@ -24,7 +25,7 @@ NEWER = {9: "FA3", 10: "FA4"}
 
 
 def implementation(attention: str) -> str:
-    """Returns transformers' name for policy.attention; "auto" is varlen on a GPU, else sdpa."""
+    """Returns transformers' name for policy.attention; "auto" means varlen on a GPU, else sdpa."""
     automatic = "varlen" if torch.cuda.is_available() else "sdpa"
     return automatic if attention == "auto" else attention
 
@@ -58,8 +59,8 @@ class Heads(NamedTuple):
 def activate(heads: Heads, device: torch.device) -> str:
     """Activates the newest kernel that the GPU and the packages offer; prints and returns its name.
 
-    FlashAttention-2 stays if the kernel's package is missing or computes different numbers for
-    these heads.
+    FlashAttention-2 stays active if the newer kernel's package is missing, or if the newer kernel
+    computes different numbers for these heads.
     """
     name = NEWER.get(torch.cuda.get_device_capability(device)[0], "")
     why = ""
@@ -78,11 +79,11 @@ def activate(heads: Heads, device: torch.device) -> str:
 
 
 def tried(heads: Heads, device: torch.device) -> list[Tensor]:
-    """Computes attention of two bf16 sequences, whole and in a window, each with its gradients."""
+    """Returns full and windowed attention over two bf16 sequences, and the gradients of each."""
     ends_N = torch.tensor([0, 40, 136], dtype=torch.int32, device=device)
     found = []
     for reach in ((-1, 0), (15, 0)):
-        # Cosines of different frequencies are far apart, and leave the random state alone.
+        # Cosines of different frequencies differ widely, and do not touch the random state.
         index = torch.arange(136 * heads.width, device=device).float().view(136, 1, -1)
         sizes = (heads.queries, heads.keys, heads.keys)
         q, k, v = (
@@ -98,17 +99,17 @@ def tried(heads: Heads, device: torch.device) -> list[Tensor]:
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:
-    """True if two bf16 results agree to a fiftieth of their norm; False for NaN."""
+    """Returns True if two bf16 results agree to within 2 % of the norm; False for NaN."""
     gap = (found.float() - expected.float()).norm()
     return bool(gap <= 0.02 * expected.float().norm())
 
 
-@lru_cache(maxsize=1)  # all layers share a row's positions: the GPU is asked once
+@lru_cache(maxsize=1)  # all layers share a row's positions, so the GPU is asked once
 def limits(positions_1T: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Returns the boundaries and the longest length of sequences: for queries, and again for keys.
+    """Returns varlen_attn's arguments that describe sequences: their boundaries and longest length.
 
-    They are in the order of varlen_attn's arguments: boundaries for queries and keys, int32
-    [N + 1], then the longest length for each. A sequence begins at position 0.
+    Each is given twice, for queries and for keys; boundaries are int32 [N + 1]. A new sequence
+    begins wherever the position is 0.
     """
     starts_N = (positions_1T[0] == 0).nonzero().squeeze(1)
     ends_N = F.pad(starts_N, (0, 1), value=positions_1T.shape[1]).int()
@@ -121,7 +122,7 @@ def varlen(
 ) -> tuple[Tensor, None]:
     """Computes causal attention from [1, heads, T, D] to [1, T, heads, D], for transformers.
 
-    Raises ValueError if a layer asks for something that the kernel does not support.
+    Raises ValueError if a layer needs a feature that the kernel does not support.
     """
     row = given.get("position_ids")
     window = given.get("sliding_window")

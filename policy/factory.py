@@ -43,8 +43,8 @@ def network(
     trainable: bool = False,
 ) -> Policy:
     """Opens the network in any folder, such as a teacher's; frozen by default."""
-    # Rows differ in length: expandable segments keep fragments from adding up. torch
-    # reads the variable at its first allocation on a GPU.
+    # Rows differ in length, which would fragment GPU memory: expandable segments prevent that.
+    # torch reads the variable at its first allocation on a GPU.
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if settings.kind == "megatron":

@@ -16,5 +16,5 @@ def refuse_infinite(name: str, tensor: Tensor, folder: str) -> None:
     if wrong := int((~torch.isfinite(held)).sum()):
         raise ValueError(
             f"model = {folder!r}: {name}: {wrong} of {held.numel()} numbers are NaN or infinite: "
-            "download or export it again"
+            "download or export the model again"
         )

@@ -1,4 +1,4 @@
-"""Computes a model's bytes on one GPU, and the peak memory of a `policy/fsdp.py` rank.
+"""Computes the bytes that a model takes on a GPU, and the peak memory of a policy/fsdp.py rank.
 
 Axes:  T tokens of the longest row   H hidden size   Q, K width of all query, all key heads
        V vocabulary   C tokens whose logits exist at once
@@ -36,19 +36,19 @@ def trained(model: Model, cfg: "TrainingSettings") -> int:
 
 
 def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
-    """Returns the bytes that a rank always holds, sharded: 4 per parameter, 2 in the reference."""
+    """Returns the bytes of shards that a rank always holds: 4 per parameter, 2 in the reference."""
     model_shard = 4 * model.params / cfg.policy.ranks
     shard = 4 * trained(model, cfg) / cfg.policy.ranks
     adapters = shard if cfg.policy.lora_rank else 0
     held = {"weights, float32": model_shard + adapters}
     held |= {"gradients, float32": shard, "AdamW moments": 2 * shard}
-    if cfg.has_reference and not cfg.policy.lora_rank:  # with LoRA, it shares the policy's
+    if cfg.has_reference and not cfg.policy.lora_rank:  # with LoRA, it shares memory
         held["reference of the KL"] = model_shard / 2
     return held
 
 
 def longest_row(cfg: "TrainingSettings") -> int:
-    """Returns T: a sample longer than row_tokens has its own row."""
+    """Returns T, in tokens: a sample longer than row_tokens has its own row."""
     return max(cfg.row_limits.values())
 
 
@@ -56,13 +56,13 @@ class Mask(NamedTuple):
     """Bytes of the mask that keeps a row's sequences apart."""
 
     row: int  # bool, for the whole row
-    layer: int  # bf16, for each layer at work
+    layer: int  # bf16, for each layer being computed
 
 
 def mask_bytes(settings: "PolicySettings") -> Mask:
     """Returns the bytes of transformers' sdpa_mask, row_tokens squared, which SDPA converts.
 
-    Other kernels, such as the one that "auto" takes on a GPU, and policy/megatron need no mask.
+    Other kernels, such as the one that "auto" chooses on a GPU, and policy/megatron need no mask.
     """
     masked = settings.kind == "fsdp" and settings.attention == "sdpa"
     square = settings.row_tokens**2 if masked else 0
@@ -70,9 +70,9 @@ def mask_bytes(settings: "PolicySettings") -> Mask:
 
 
 def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
-    """Returns the bytes that a decoder layer saves for its backward.
+    """Returns the bytes that a decoder layer saves for its backward pass.
 
-    They are bf16, and float32 in norms, as in Qwen3: T (16 H + 10 Q + 10 K + ffn). With a mask,
+    Tensors are bf16, but float32 in norms, as in Qwen3: T (16 H + 10 Q + 10 K + ffn). With a mask,
     keys and values are repeated: T (16 H + 14 Q + 6 K + ffn). Counted as in Korthikanti et al. 2022
     (arXiv:2205.05198), section 4.1.
     """
@@ -84,10 +84,10 @@ def layer_bytes(model: Model, cfg: "TrainingSettings") -> int:
 
 
 def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
-    """Returns the bytes that all layers keep until backward: 2 T H each with checkpointing.
+    """Returns the bytes that all layers keep until the backward pass: 2 T H each if checkpointed.
 
-    These are the layers' bf16 inputs. Without checkpointing, LoRA saves T (4 H + 2 Q + 2 K): frozen
-    norms do not keep what they multiply.
+    These are the layers' bf16 inputs. Without checkpointing, LoRA needs T (4 H + 2 Q + 2 K) bytes
+    fewer per layer, because frozen norms do not keep the tensors that they multiply.
     """
     T = longest_row(cfg)
     frozen = 4 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim
@@ -99,22 +99,23 @@ def saved_bytes(model: Model, cfg: "TrainingSettings") -> int:
 def head_bytes(C: int, V: float, H: int, b: int = 2) -> float:
     """Returns the peak bytes of TokenLogprobs, in addition to the row's inputs and outputs.
 
-    Forward: logits and their log-softmax, 8 C V. Backward: a chunk in float32, the one before in
-    bf16, and the head's float32 gradient, 6 C V + 4 V H; finally its bf16 copy, 2 C V + 6 V H. With
-    H = 0 the head is not trained. With b = 4 everything is float32, without a copy.
+    Forward: logits and their log-softmax, 8 C V. Backward: a chunk in float32, the previous chunk
+    in bf16, and the head's float32 gradient, 6 C V + 4 V H; finally its bf16 copy, 2 C V + 6 V H.
+    With H = 0 the head is not trained. With b = 4 everything is float32, without a copy.
     """
     copy = b * V * H if b < 4 else 0
     return max(8 * C * V, (4 + b) * C * V + 4 * V * H, b * C * V + 4 * V * H + copy)
 
 
 def moments(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
-    """Returns the bytes in addition to the states, at the four moments that may be the peak.
+    """Returns the bytes needed in addition to the states, at four moments that may be the peak.
 
     FSDP2 holds two gathered layers in bf16, one layer's bf16 gradients and one layer's float32
-    input of the reduction: 10 bytes per parameter; the root stays whole. A single rank gathers
+    input to the reduction: 10 bytes per parameter; the root stays gathered. A single rank gathers
     nothing ahead (8 bytes), but torch 2.13 makes two more copies of what it reduces
-    (_fsdp_collectives.py, foreach_reduce): 12, once the layer's activations are freed. With LoRA,
-    weights have no gradients (`t` is 0), and only what FSDP2 gathers counts: 5 bytes, or 3.
+    (_fsdp_collectives.py, foreach_reduce): 12 bytes, once the layer's activations are freed. With
+    LoRA, weights have no gradients (`t` is 0), and only what FSDP2 gathers counts: 5 bytes, or 3 on
+    a single rank.
     """
     alone = cfg.policy.ranks == 1
     lora = bool(cfg.policy.lora_rank)
@@ -145,11 +146,11 @@ def trainer_bytes(model: Model, cfg: "TrainingSettings") -> float:
 
 
 class Room(NamedTuple):
-    """The memory that a rank of policy/fsdp.py takes without recomputing, and what its GPU has."""
+    """The memory that a policy/fsdp.py rank needs without recomputation, and the free memory."""
 
     taken: float  # bytes
     free: float  # bytes that engines on this GPU leave, less the tenth by which `taken` may be off
-    is_counted: bool  # False: `taken` lacks some of what these layers save
+    is_counted: bool  # False if `taken` omits some of what these layers save
 
     @property
     def is_enough(self) -> bool:
@@ -164,7 +165,7 @@ def room(model: Model, cfg: "TrainingSettings", memory: float) -> Room:
     share = cfg.demand.share
     # Engines on the GPU of a trainer rank, as runtime/processes/placement.py counts them.
     beside = int((1 - max(share, 0.5)) / share + 1e-3)
-    run: Any = cfg  # RunSettings if GPUs are shared: only those have engines
+    run: Any = cfg  # RunSettings if GPUs are shared: only RunSettings have engines
     engine = run.engine.arguments["gpu_memory_utilization"] if beside else 0.0
     return Room(taken, 0.9 * memory * (1 - beside * engine), bool(model.ffn and not model.state))
 
@@ -172,7 +173,7 @@ def room(model: Model, cfg: "TrainingSettings", memory: float) -> Room:
 def decided(model: Model, cfg: C, memory: float) -> C:
     """Decides activation_checkpointing = "auto" for GPUs of `memory` bytes; returns the settings.
 
-    Under Megatron it is True: megatron_sizes.py does not count all that Mamba's layers save.
+    Under Megatron it is True: megatron_sizes.py does not count everything that Mamba layers save.
     """
     layout = cfg.policy
     if layout.activation_checkpointing != "auto":
@@ -200,8 +201,8 @@ def reload_bytes(model: Model, cfg: "RunSettings") -> float:
     """Returns the bytes of an engine's GPU that an update takes beyond gpu_memory_utilization.
 
     vLLM keeps a layer's tensors whole, for all tp ranks, until all have arrived; then it builds
-    this rank's part anew (model_loader/reload/layerwise.py). Tensors arrive in buckets, which lie
-    in the host's memory if GPUs are shared.
+    this rank's part anew (model_loader/reload/layerwise.py). Tensors arrive in buckets, which are
+    in host memory if GPUs are shared.
     """
     layer = 2 * max(model.experts, model.biggest)
     part = layer / cfg.engine.tensor_parallel
@@ -228,7 +229,7 @@ def kv_budget(model: Model, cfg: "RunSettings", gpu: float) -> float:
 
 
 def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> int:
-    """Returns how many tokens an engine holds in sequences of `length`, with their states.
+    """Returns how many tokens an engine can hold in sequences of `length` tokens, with states.
 
     While vLLM fills a new block of KV, it holds a sequence's states twice; this is not counted.
     """
@@ -238,8 +239,8 @@ def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> in
 
 
 def host_bytes(model: Model, here: int, ranks: int) -> float:
-    """Returns how many bytes of CPU memory a node needs if `here` of `ranks` ranks read shares.
+    """Returns the bytes of CPU memory that a node needs while its ranks read their shares.
 
-    The shares are in float32.
+    The node has `here` of all `ranks` ranks, and shares are in float32.
     """
     return 4 * model.params * here / ranks

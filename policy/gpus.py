@@ -8,7 +8,7 @@ GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """A GPU: the memory that torch reports, and its data sheet's speeds per second."""
+    """A GPU: the memory that torch reports, and speeds per second from its data sheet."""
 
     name: str
     memory: float  # bytes

@@ -20,7 +20,7 @@ class Target(NamedTuple):
     """Each token's column in a slice of the vocabulary."""
 
     column_C1: Tensor  # clamped to the slice
-    here_C1: Tensor  # bool, False if the slice does not have the token
+    here_C1: Tensor  # bool, False if the slice does not contain the token
 
 
 class SliceLogprobs(NamedTuple):
@@ -31,7 +31,7 @@ class SliceLogprobs(NamedTuple):
 
 
 class Entropy:
-    """The policy's mean entropy in nats over the trained tokens, without another pass.
+    """Measures the policy's mean entropy in nats over the trained tokens, without another pass.
 
         H = -sum_v p_v log p_v = logsumexp(z) - p . z      z = W h / temperature
           = -logp_y - ((p - onehot(y)) W) . h / temperature
@@ -146,8 +146,8 @@ class TokenLogprobs(torch.autograd.Function):
 
     If a group's ranks share the `head`, W is this rank's slice of the vocabulary, and d_h is this
     rank's part of a sum over those ranks. Backward counts the entropy of the tokens. If the `head`
-    has choices, logprobs, gradients and entropy are the truncated policy's: softmax and sum over a
-    token's set.
+    has choices, logprobs, gradients and entropy are the truncated policy's: softmax and sum run
+    over each token's set.
     """
 
     @staticmethod
@@ -163,7 +163,7 @@ class TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
         logp_N, lse_N = hidden_NH.new_empty(2, len(target_N), dtype=wide)
         group = head.group if head.group and dist.get_world_size(head.group) > 1 else None
-        target_N = target_N - head.first  # row in this rank's slice, which may not have it
+        target_N = target_N - head.first  # row in this rank's slice, which may not contain it
         for start in range(0, len(target_N), chunk):
             rows = slice(start, start + chunk)
             logits_CV = head.logits(hidden_NH, weight_VH, rows, 1 / temperature)

@@ -35,7 +35,8 @@ NAME = "default"  # peft's name for the adapter
 def targets(lm: "PreTrainedModel", chosen: Sequence[str]) -> list[str]:
     """Returns the names of linear layers that get an adapter: the `chosen`, or all but the head.
 
-    Layers are chosen by the last part of their names. Raises InputError if no layer is so named.
+    Layers are chosen by the last part of their names. Raises InputError if no layer has a chosen
+    name.
     """
     kinds = nn.Linear | Conv1D
     head = lm.get_output_embeddings()
@@ -51,7 +52,7 @@ def targets(lm: "PreTrainedModel", chosen: Sequence[str]) -> list[str]:
 
 
 class Adapters:
-    """The adapters of a model whose parameters may still lack memory; empty if the rank is 0."""
+    """The adapters of a model whose parameters may not have memory yet; empty if the rank is 0."""
 
     def __init__(self, lm: "PreTrainedModel", settings: "PolicySettings", trainable: bool = True):
         self.layers: dict[str, LoraLayer] = {}  # by the name of their weight in the checkpoint
@@ -68,7 +69,7 @@ class Adapters:
             task_type="CAUSAL_LM",
         )
         inject_adapter_in_model(self.config, lm, low_cpu_mem_usage=True)
-        # No checkpoint has adapters: `start` fills them.
+        # Checkpoints contain no adapters; `start` fills them.
         lm._keys_to_ignore_on_load_missing = {*(lm._keys_to_ignore_on_load_missing or ()), "lora_"}
         for name in names:
             self.layers[f"{name}.weight"] = lm.get_submodule(name)
@@ -82,7 +83,7 @@ class Adapters:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Draws whole matrices A, uniform in +- 1 / sqrt(in): the same on any number of ranks."""
+        """Draws each A from +- 1 / sqrt(in), the same on any number of ranks; sets each B to 0."""
         draw = torch.Generator().manual_seed(torch.initial_seed())
         for layer in self.layers.values():
             A = layer.lora_A[NAME].weight
@@ -97,7 +98,7 @@ class Adapters:
                 yield name.replace(".base_layer.", "."), tensor
 
     def unmerged(self) -> dict[str, Tensor]:
-        """Returns the whole adapters, by the names that peft gives them in a file; collective."""
+        """Returns the whole adapters, under the names that peft uses in a file; collective."""
         found = {}
         for name, layer in self.layers.items():
             path = name.rpartition(".")[0]
@@ -108,7 +109,7 @@ class Adapters:
         return found
 
     def write(self, folder: str, tensors: dict[str, Tensor], model: str) -> None:
-        """Writes the `tensors` of `unmerged` as peft reads them; `model` is the adapted model."""
+        """Writes the tensors from `unmerged` in peft's format; `model` is the adapted model."""
         self.config.base_model_name_or_path = model
         self.config.inference_mode = True
         self.config.save_pretrained(folder)
@@ -120,9 +121,9 @@ class Adapters:
         return weight + layer.get_delta_weight(NAME) if layer else weight
 
     def sides(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Returns the two factors of a weight's adapter, without the scale; None: no adapter.
+        """Returns the two factors of a weight's adapter, without the scale; None if it has none.
 
-        GPT-2's layers keep their weight transposed.
+        GPT-2's layers store their weights transposed.
         """
         layer = self.layers.get(name)
         if layer is None:
@@ -133,7 +134,7 @@ class Adapters:
 
 
 class Base:
-    """The base model under a policy's adapters: a reference that shares the policy's memory."""
+    """The base model under a policy's adapters, used as a reference; shares the policy's memory."""
 
     def __init__(self, policy: "FSDPPolicy"):
         self.policy = policy

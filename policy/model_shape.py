@@ -44,7 +44,7 @@ class Model:
     layer: int  # parameters in the largest decoder layer
     experts: int  # routed parameters in the layer that has the most
     biggest: int  # parameters in the largest tensor
-    tensors: int  # tensors in a weight update, with each expert's counted separately
+    tensors: int  # tensors in a weight update; those of each expert are counted separately
     linear: dict[str, int]  # parameters of adapters of rank 1, by the last part of layers' names
     layers: int
     kv_layers: int
@@ -54,7 +54,7 @@ class Model:
     head_dim: int
     latent: int  # width of a compressed KV (MLA), which all heads share; 0: not compressed
     state: int  # bytes of Mamba state that an engine keeps for a sequence of any length
-    ffn: int  # bytes per token that a feed-forward saves for its backward, in bf16
+    ffn: int  # bytes per token that a feed-forward layer saves for backward, in bf16
     vocab: int
 
     @property
@@ -65,16 +65,16 @@ class Model:
     def flops(self, tokens: float, keys: float, passes: int, frozen: bool) -> float:
         """Returns the FLOPs of passes over tokens that attend to `keys` keys in total.
 
-        A pass takes 2 N per token and 4 Q per key and layer. N: active parameters
-        without the lookup, Q: width of all query heads. Forward is one pass, backward two, of which
-        frozen weights need one. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
+        A pass takes 2 N per token and 4 Q per key and layer. N is the number of active parameters
+        without the lookup, Q the width of all query heads. Forward is one pass, backward two, of
+        which frozen weights need one. Kaplan et al. 2020 (arXiv:2001.08361), section 2.1.
         """
         of_weights = (passes - frozen) * 2 * (self.active - self.embedding) * tokens
         return of_weights + passes * 4 * self.heads * self.head_dim * self.kv_layers * keys
 
 
 def read_model(folder: str) -> Model:
-    """Counts the model of a folder's config.json. Raises InputError if it does not describe one."""
+    """Reads the sizes of a folder's model. Raises InputError if config.json describes no model."""
     lm = build(folder)
     text = lm.config.get_text_config()
     get = functools.partial(field, text)
@@ -118,8 +118,8 @@ def even_length(folder: str, frozen: bool) -> int:
     """Returns the length in tokens at which attention costs as many FLOPs as the weights.
 
     A sequence of n tokens attends to n^2 / 2 keys, so its cost is proportional to
-    n (n + even_length). Without a config.json it is 0: attention alone counts. Raises InputError if
-    config.json does not describe a model.
+    n (n + even_length). Without a config.json it is 0, so that only attention counts. Raises
+    InputError if config.json does not describe a model.
     """
     if not (Path(folder) / "config.json").is_file():
         return 0
@@ -128,7 +128,7 @@ def even_length(folder: str, frozen: bool) -> int:
 
 
 def adapted(lm: PreTrainedModel) -> dict[str, int]:
-    """Sums inputs and outputs of linear layers except the head, by the last part of their names."""
+    """Sums inputs and outputs of linear layers except the head, by the last part of layer names."""
     found: dict[str, int] = {}
     for name in targets(lm, ()):
         leaf = name.rpartition(".")[2]

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def learning_rate(update: int, settings: "PolicySettings") -> float:
     """Returns the learning rate for an update, counted from 0.
 
-    Linear from `warmup_lr` to `lr`, then the schedule, which ends at `min_lr`. The formulas match
-    Megatron-Core's OptimizerParamScheduler.
+    The rate changes linearly from `warmup_lr` to `lr` and then follows the schedule, which ends at
+    `min_lr`. The formulas match Megatron-Core's OptimizerParamScheduler.
     """
     peak, floor, warm = settings.lr, settings.min_lr, settings.warmup_steps
     if update < warm:

@@ -45,9 +45,9 @@ def plan_shares(
 ) -> list[Share]:
     """Spreads the samples of each update over the replicas of the policy.
 
-    `planned` has, for each update of a step, the update without rows and its samples' lengths. If
-    expert routes are replayed, each replica gets whole groups, because routes are large, as far as
-    all replicas still get the same work.
+    `planned` contains, for each update of a step, the update without rows and the lengths of its
+    samples. If expert routes are replayed, each replica gets whole groups, because routes are
+    large, as far as all replicas still get the same work.
     """
     from policy.model_shape import even_length  # also imports transformers, which takes seconds
 
@@ -93,10 +93,10 @@ def plan_rows(
 ) -> list[list[list[int]]]:
     """Distributes samples over packed rows; returns equally many rows of indices for each rank.
 
-    Longest first, each sample goes into the row with the least work among those with room for it;
-    if there is none, every rank gets one more row. A sample of n tokens is n (n + even) work: at
-    n = even, attention costs as much as the weights. A sample longer than `capacity` gets its own
-    row. Equal lengths give equal plans. O(n log n).
+    Longest first, each sample goes into the row with the least work among the rows that have room
+    for it; if there is none, every rank gets one more row. A sample of n tokens counts as
+    n (n + even) work: at n = even, attention costs as much as the weights. A sample longer than
+    `capacity` gets its own row. Equal lengths give equal plans. O(n log n).
     """
     length_N = np.array(lengths, dtype=np.int64)
     order_N = np.argsort(-length_N, kind="stable")
@@ -116,7 +116,7 @@ def plan_rows(
     add_rows(math.ceil(least / ranks) * ranks)
     for i in order_N.tolist():
         length = lengths[i]
-        # No later sample is longer: a row with room for this one stays usable until it is used.
+        # No later sample is longer, so a row with room for this one stays usable until it is used.
         while crowded and -crowded[0][0] >= length:
             minus_room, r, work = heapq.heappop(crowded)
             heapq.heappush(usable, (work, r, -minus_room))
@@ -139,12 +139,12 @@ EXCESS = 0.01  # fraction by which the busiest replica's work may exceed the mea
 def spread(lengths: "dict[Place, int]", replicas: int, even: int) -> "list[list[Place]]":
     """Distributes samples over replicas; the same lengths give the same result.
 
-    A sample of n tokens is n (n + even) work, as in plan_rows.
+    A sample of n tokens counts as n (n + even) work, as in plan_rows.
 
     Whole groups go to the replica with the least work, heaviest first. Then the replica with the
     most work gives single samples to the replica with the least. Each is the sample whose work is
-    nearest to half the difference between the two. This ends once EXCESS holds, or once no sample
-    would bring the two closer.
+    nearest to half the difference between the two. This ends once the most work is within EXCESS of
+    the mean, or once no sample would bring the two closer.
     """
     work = {at: n * (n + even) for at, n in lengths.items()}
     groups: dict[int, list[Place]] = defaultdict(list)

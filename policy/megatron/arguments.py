@@ -1,4 +1,4 @@
-"""Builds Megatron-Core's configurations from a run's values, overridden by policy.megatron."""
+"""Builds Megatron-Core's configurations from a run's settings; policy.megatron overrides them."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +20,7 @@ Given = TypeVar("Given")
 def transformer_config(
     settings: "PolicySettings", fields: dict[str, Field], dtype: torch.dtype
 ) -> TransformerConfig:
-    """Returns a network's configuration: its architecture's `fields`, its layout, no dropout."""
+    """Returns a network's configuration: architecture `fields`, layout, and no dropout."""
     ours = {
         "tensor_model_parallel_size": settings.tp,
         "sequence_parallel": settings.tp > 1,

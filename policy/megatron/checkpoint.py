@@ -1,7 +1,7 @@
 """Saves and loads checkpoints of the Megatron policy: each rank copies, writes and reads its share.
 
 AdamW's state stays split over replicas and context parallel ranks, so nothing is gathered. Any
-number of these ranks can continue from it, but tp, pp and ep must stay the same. Weights, which
+number of such ranks can resume from it, but tp, pp and ep must stay the same. Weights, which
 replicas have in common, are divided among the replicas. Megatron's own asynchronous save forks the
 trainer, and ends with messages in the group that training uses at the same time; this save has its
 own group.
@@ -50,9 +50,9 @@ FORMAT = TorchDistSaveShardedStrategy("torch_dist", 1)
 
 
 class Shares:
-    """One rank's share of a model and its optimizer state: copied, written and read.
+    """Copies, writes and reads one rank's share of a model and its optimizer state.
 
-    `layout` has the settings that must be the same when a checkpoint is loaded; `group` is the
+    `layout` contains the settings that must be the same when a checkpoint is loaded; `group` is the
     process group that writing uses.
     """
 
@@ -71,7 +71,7 @@ class Shares:
         self.dealer = FullyParallelSaveStrategyWrapper(FORMAT, replicas, do_cache_distribution=True)
 
     def state(self, loading: bool) -> "dict[str, ShardedStateDict]":
-        """Returns all that training changes, each tensor with its place in the whole."""
+        """Returns everything that training changes, each tensor with its place in the whole."""
         metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
         model = self.model.sharded_state_dict(metadata=metadata)
         moments = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
@@ -98,7 +98,7 @@ class Shares:
         shards: "dict[str, TorchShardedTensor | BytesIO]",
         common: "CommonStateDict",
     ) -> None:
-        """Writes the data and, once all ranks have, the metadata that marks the checkpoint."""
+        """Writes the data and, once all ranks have done so, the metadata of the checkpoint."""
         planner = MCoreSavePlanner(flatten_state_dict=False)
         checkpoint_io.save(shards, checkpoint_id=dir, planner=planner, process_group=self.group)
         if dist.get_rank(self.group) == 0:
@@ -115,8 +115,8 @@ class Shares:
         for name, now in self.layout.items():
             if saved[name] != now:
                 raise InputError(
-                    f"{dir} was saved with {name} = {saved[name]}, not {now}: set that, or set "
-                    "model to the folder hf next to it and start anew"
+                    f"{dir} was saved with {name} = {saved[name]}, not {now}: restore that "
+                    "value, or set model to the folder hf next to it and start anew"
                 )
         state = dist_checkpointing.load(self.state(loading=True), dir)
         self.model.load_state_dict(state["model"])

@@ -22,7 +22,7 @@ MESSAGE_BYTES = 256 << 20  # the most that a rank sends to rank 0 at once
 
 @torch.no_grad()
 def export(weights: Weights) -> Iterator[tuple[str, Tensor | None]]:
-    """Yields the checkpoint's names, with whole tensors on rank 0, else None; collective."""
+    """Yields the checkpoint's tensor names, with whole tensors on rank 0, else None; collective."""
     for entries in messages(weights):
         wholes = collect(weights, entries)
         for entry, whole in zip(entries, wholes, strict=True):
@@ -72,7 +72,7 @@ def collect(weights: Weights, entries: list[Entry]) -> list[Tensor | None]:
 
 
 def named(whole: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and tensor in the checkpoint for each part of a whole Megatron tensor."""
+    """Yields the checkpoint's name and tensor for each part of a whole Megatron tensor."""
     cuts = zip(place.pieces, whole.split(place.sizes(), place.dim), strict=True)
     rows: dict[str, list[Tensor]] = {}
     for piece, cut in sorted(cuts, key=lambda pair: pair[0]):

@@ -59,7 +59,7 @@ FAMILIES["nemotron_h"] = Family(NEMOTRON_H, "backbone.layers.{}.", 1)
 
 
 def padded(vocab: int) -> int:
-    """Returns the rows of Megatron's embedding, padded to equal parts for tensor parallel ranks."""
+    """Returns the number of rows of Megatron's embedding, padded so that ranks get equal parts."""
     return -(-vocab // 128) * 128
 
 
@@ -77,6 +77,6 @@ def pattern(hf: PretrainedConfig) -> str:
 
 
 def expert_layers(hf: PretrainedConfig) -> list[int]:
-    """Returns the layers that have experts, as a config.json and vLLM count layers."""
+    """Returns the numbers of the layers that have experts, as config.json and vLLM count layers."""
     split = FAMILIES[hf.model_type].split
     return [i // split for i, kind in enumerate(pattern(hf)) if kind == "E"]

@@ -40,7 +40,7 @@ def share(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Writes a share, and on rank 0 index, config and tokenizer; collective over all ranks.
+    """Writes a share, and on rank 0 the index, config and tokenizer; collective over all ranks.
 
     `dir` appears only when it is complete. Files without tensors come from the folder `source`.
     """
@@ -51,7 +51,7 @@ def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGr
         aside.mkdir(parents=True)
     every: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
     sizes = {name: tensor.nbytes for name, tensor in share.items()}
-    dist.all_gather_object(every, sizes, group)  # after this, the folder exists
+    dist.all_gather_object(every, sizes, group)  # once it returns, the folder exists
     writers = [i for i, sizes in enumerate(every) if sizes]
     files = [f"model-{n:05}-of-{len(writers):05}.safetensors" for n in range(1, len(writers) + 1)]
     if share:

@@ -1,6 +1,6 @@
 """Maps names, rows and shards of Megatron's tensors to a Hugging Face checkpoint, and back.
 
-A tensor that Megatron splits over tensor parallel ranks is, once joined again, some rows of one
+A tensor that Megatron splits over tensor parallel ranks consists, once joined again, of rows of one
 or more checkpoint tensors in a different order:
 
     as the checkpoint has them            q q q q   k k   v v
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> tuple[int, str]:
-        """The sort key that gives the sending order of tensors, the same on every rank."""
+        """The key by which tensors are sorted for sending, the same on every rank."""
         return self.layer, self.pieces[0].name
 
     def names(self) -> list[str]:
@@ -61,14 +61,14 @@ class Place(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A tensor that this rank holds, whole or a shard of it."""
+    """A tensor that this rank holds, either whole or as a shard."""
 
     place: Place
     tensor: Tensor
 
 
 class Entry(NamedTuple):
-    """A model tensor, whichever ranks hold it."""
+    """A tensor of the model, and the ranks that hold it."""
 
     place: Place
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class Entry(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows or columns of one of several tensors, each cut into n interleaved pieces."""
+    """Rows or columns of a tensor, to be cut into n pieces that alternate with other parts'."""
 
     name: str
     start: int
@@ -92,7 +92,7 @@ class Rule(NamedTuple):
     """A line of a family's table, for one Megatron name."""
 
     how: str  # layout: "whole", "rows", "columns", "groups" or "ranks"
-    names: str  # in the checkpoint, as `alternatives` expands them
+    names: str  # names in the checkpoint, which `alternatives` expands
 
 
 class Weights:
@@ -153,12 +153,12 @@ class Weights:
         return None
 
     def pieces(self, names: list[str], how: str, ranks: int) -> list[Piece]:
-        """Returns rows of some tensors in Megatron's order: split into n parts that alternate."""
+        """Returns the pieces of some tensors in Megatron's order: n of each part, alternating."""
         hf = self.hf
         dim = int(how == "columns")
         parts = [Part(name, 0, self.file.shape(name)[dim]) for name in names]
         n = {"groups": getattr(hf, "num_key_value_heads", 1), "ranks": ranks}.get(how, 1)
-        if mamba := re.search(r"mixer\.(in_proj|conv1d)", names[0]):  # each part is split by itself
+        if mamba := re.search(r"mixer\.(in_proj|conv1d)", names[0]):  # parts are split separately
             inner = hf.mamba_num_heads * hf.mamba_head_dim
             state = hf.n_groups * hf.ssm_state_size
             sizes = [inner, state, state]  # x, B, C of the convolution
@@ -229,7 +229,7 @@ class Weights:
 
 
 def alternatives(names: str) -> list[str]:
-    """Expands `a.[qkv]_proj` to three names, `a.[gate,up]_proj` to two."""
+    """Expands `a.[qkv]_proj` to three names, and `a.[gate,up]_proj` to two."""
     before, _, rest = names.partition("[")
     inside, _, after = rest.partition("]")
     parts = inside.split(",") if "," in inside else list(inside)

@@ -127,7 +127,7 @@ class Row(PackedSeqParams):
 
 
 class ExpertLayer(TransformerLayer):
-    """A layer that gives its router the row, also when backward computes the layer again."""
+    """A layer that passes the row to its router, also when backward recomputes the layer."""
 
     def forward(
         self, *args: Tensor | None, packed_seq_params: Row, **rest: Any
@@ -140,14 +140,15 @@ class ExpertLayer(TransformerLayer):
 class Router(TopKRouter):
     """A router that counts each expert's tokens in trained samples only.
 
-    Megatron moves each expert's bias by a constant, up or down. Tokens that train nothing,
-    such as those of a row that keeps a rank in step, would move it as far as a whole batch does.
+    Megatron moves each expert's bias by a constant, up or down. Tokens that train nothing, such as
+    those of a row that only keeps a rank in step with the others, would move it as far as a whole
+    batch does.
     """
 
     places: Places  # positions of the current row
 
     def mine(self, x_L: Tensor) -> Tensor:
-        """Takes this rank's share of the sequence from the values of all positions."""
+        """Returns this rank's share of the sequence from the values of all positions."""
         return x_L.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -164,13 +165,13 @@ class Chosen(NamedTuple):
 
 
 class RouteReplay(nn.Module):
-    """A replay of the engine's expert choices in one router (R3).
+    """Replays the engine's expert choices in one router (R3).
 
     The router is number `layer` among the `layers` layers that have experts.
 
-    Trainer and engine round differently. If they send a token to different experts, its logprobs
-    differ: arXiv:2510.11370. A position without a complete route chooses for itself. Raises
-    ValueError if routes have a different number of layers.
+    The trainer and the engine round differently. If they send a token to different experts, its
+    logprobs differ: arXiv:2510.11370. For a position without a complete route, the router chooses
+    by itself. Raises ValueError if routes have a different number of layers.
     """
 
     followed: Tensor
@@ -193,7 +194,7 @@ class RouteReplay(nn.Module):
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> Chosen:
-        """Takes the engine's experts; this is the interface of Megatron's RouterReplay."""
+        """Returns the engine's choice of experts; Megatron calls it as a RouterReplay."""
         own = Chosen(*choose(scores_LE, topk, groups, group_topk))
         places = self.places()
         read_L = self.share(places.read_L)
@@ -275,7 +276,7 @@ def build(settings: "PolicySettings", hf: PretrainedConfig, dtype: torch.dtype) 
         # Logits never exist as a whole: the loss multiplies by the head, a chunk at a time.
         model.output_layer.forward = lambda hidden, *_, **unused: (hidden, None)
     for name, parameter in model.named_parameters():
-        # Mamba makes some parameters float32, but Megatron's optimizer confuses two dtypes.
+        # Mamba makes some parameters float32, but Megatron's optimizer mixes up two dtypes.
         parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(not name.endswith("router.weight"))
     for layer in model.decoder.layers if settings.replay_routing else ():
@@ -289,7 +290,7 @@ def build(settings: "PolicySettings", hf: PretrainedConfig, dtype: torch.dtype) 
 
 
 def checkpointed(forward: Callable[..., Output], hidden_states: Tensor, **rest: Any) -> Output:
-    """Runs a layer, saving only its input; MambaStack has no `recompute_granularity`."""
+    """Runs a layer, saving only its input; MambaStack does not support `recompute_granularity`."""
     again = partial(forward, **rest)
     return tensor_parallel.checkpoint(lambda x: again(hidden_states=x), False, hidden_states)
 
@@ -318,8 +319,9 @@ class Run(NamedTuple):
 def runs(ends: Tensor, n: int, rank: int) -> Iterator[Run]:
     """Yields the runs of positions that context parallel rank `rank` of n has.
 
-    A sequence has 2 n parts; a rank has the rank-th from the front and from the back, so that all
-    ranks have the same work under a causal mask: Transformer Engine's layout for packed rows.
+    A sequence is cut into 2 n parts. Each rank gets the part with its number from the front, and
+    the part with its number from the back, so that all ranks have the same work under a causal
+    mask. This is Transformer Engine's layout for packed rows.
     """
     every = ends.tolist()
     for first, last in zip(every, every[1:], strict=False):

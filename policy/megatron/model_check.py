@@ -41,9 +41,9 @@ class Checkpoint:
         return self.files[name].get_slice(name).get_shape()
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Reads rows (dim 0) or columns (dim 1) of a tensor, and no more of it from disk.
+        """Reads rows (dim 0) or columns (dim 1) of a tensor, and nothing else of it from disk.
 
-        Raises ValueError if one of their numbers is not finite.
+        Raises ValueError if a number in them is not finite.
         """
         cut = self.files[name].get_slice(name)
         found = cut[:, start:stop] if dim else cut[start:stop]
@@ -109,7 +109,7 @@ def check_kernels(model: str) -> None:
         if not find_spec(name):
             raise InputError(
                 f"policy.kind = 'megatron' needs {name}, which is missing: "
-                "bash launch/setup.sh megatron; on a CPU, put tests/cpu on PYTHONPATH"
+                "run bash launch/setup.sh megatron; on a CPU, put tests/cpu on PYTHONPATH"
             )
 
 
@@ -123,7 +123,7 @@ class Divisor(NamedTuple):
 
 
 def check_layout(settings: "PolicySettings", hf: PretrainedConfig) -> None:
-    """Checks all divisors of a layout. Raises InputError with the nearest value that divides."""
+    """Checks all divisors of a layout. Raises InputError, suggesting the nearest that divides."""
     experts = getattr(hf, "num_local_experts", 0) or getattr(hf, "num_experts", 0) or 0
     if settings.replay_routing and not experts:
         raise InputError(
@@ -148,7 +148,7 @@ def check_layout(settings: "PolicySettings", hf: PretrainedConfig) -> None:
 
 
 def has_mamba(hf: PretrainedConfig) -> bool:
-    """True if a model has Mamba layers."""
+    """Returns True if a model has Mamba layers."""
     return "linear_attention" in (getattr(hf, "layers_block_type", None) or ())
 
 

@@ -81,8 +81,8 @@ class Shard:
         counted_L = real_L & trained_N[row.seq_T][source_L]
         routes_L = None
         if row.routes_N is not None:
-            # Joined here, because the routes of all rows would not fit; only this rank's
-            # positions are copied to the device.
+            # Joined here, row by row, because the routes of all rows would not fit into memory;
+            # only this rank's positions are copied to the device.
             routes_T = torch.from_numpy(np.concatenate(row.routes_N))
             routes_L = routes_T[source_L.cpu()].to(real_L.device)
             routes_L = torch.where(real_L[:, None, None], routes_L, -1)
@@ -90,7 +90,7 @@ class Shard:
 
 
 def join_groups(settings: "PolicySettings", seed: int, collective_seconds: float) -> None:
-    """Creates Megatron's process groups: tensor parallel ranks adjacent, pipeline stages apart."""
+    """Creates Megatron's process groups: TP ranks are adjacent, pipeline stages far apart."""
     if mpu.model_parallel_is_initialized():
         return
     mpu.initialize_model_parallel(
@@ -247,9 +247,10 @@ class MegatronPolicy:
     def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
         """Sums the gradients over ranks, scales and clips them, updates with AdamW and zeroes them.
 
-        Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping.
-        Raises FloatingPointError on every rank if the norm is not finite, and RuntimeError if the
-        engine's experts could not be replayed. Then weights stay unchanged, gradients are dropped.
+        Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping. Raises
+        FloatingPointError on every rank if the norm is not finite, and RuntimeError if the engine's
+        experts could not be replayed. In both cases, weights stay unchanged and gradients are
+        dropped.
         """
         settings = self.settings
         done = self.updates
@@ -281,7 +282,7 @@ class MegatronPolicy:
     def _replayed(self) -> dict[str, float]:
         """Measures the share of the engine's routes that the last rows followed.
 
-        Raises RuntimeError if it is not all of them.
+        Raises RuntimeError if they did not follow all of them.
         """
         if not self.settings.replay_routing:
             return {}
@@ -305,7 +306,7 @@ class MegatronPolicy:
         self.optimizer.zero_grad()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yields the checkpoint's names and, on rank 0, whole weights; tied ones once."""
+        """Yields the checkpoint's tensor names and, on rank 0, whole weights; tied weights once."""
         self._gather()
         return export(self.weights)
 
@@ -321,7 +322,7 @@ class MegatronPolicy:
     def export_hf(self, dir: str) -> Callable[[], None]:
         """Copies this rank's share of the model to memory, in the format of transformers and vLLM.
 
-        Returns a function that writes it, and on rank 0 also index, config and tokenizer.
+        Returns a function that writes it, and on rank 0 also the index, config and tokenizer.
         """
         self._gather()
         share = {name: tensor.cpu() for name, tensor in hf_folder.share(self.weights)}
@@ -333,9 +334,9 @@ class MegatronPolicy:
         return self.shares.save(dir, self.updates)
 
     def load(self, dir: str) -> None:
-        """Continues from what `save` wrote, on any number of replicas; each reads its share.
+        """Resumes from what `save` wrote, on any number of replicas; each rank reads its share.
 
-        Raises InputError if tp, pp, ep, the gradients' type or their buckets were different.
+        Raises InputError if tp, pp, ep, the gradients' type or their buckets differed.
         """
         self.updates = self.shares.load(dir)
 

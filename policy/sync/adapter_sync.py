@@ -4,8 +4,8 @@
 
 W_0 is read from the policy's folder, mapped into memory: the workers of a node share its pages, and
 a new engine needs only the next update. The sum equals the weight in an update of merged weights.
-So vLLM's layers, the decoding speed and the read-back by `Proof` are the same, and nothing
-drifts over updates. vLLM's LoRA requests would cost kernels in every layer and engine step.
+So vLLM's layers, the decoding speed and the read-back by `Proof` are the same, and nothing drifts
+over updates. vLLM's LoRA requests would cost additional kernels in every layer and engine step.
 
 Norms, biases and other tensors that are not matrices are sent whole. For each matrix the trainer
 also sends its product with a few vectors, computed without merging. Engines compare that product
@@ -62,7 +62,7 @@ class Matrices(NamedTuple):
         return cls({name: file for file in files for name in file.keys()})  # noqa: SIM118
 
     def lacking(self, metas: list[WeightMeta]) -> str | None:
-        """Returns the first of these matrices that the folder does not have in this shape."""
+        """Returns the first of these matrices that the folder lacks or has in a different shape."""
         for meta in metas:
             if not is_matrix(meta.shape):
                 continue
@@ -73,7 +73,7 @@ class Matrices(NamedTuple):
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """True if a tensor is read from the folder; others are sent whole."""
+    """Returns True if a tensor is read from the folder; others are sent whole."""
     return len(shape) > 1
 
 
@@ -122,7 +122,7 @@ class AdapterUpdate:
 
 
 def has_adapters(policy: "Policy") -> "TypeGuard[FSDPPolicy]":
-    """True if a policy trains adapters."""
+    """Returns True if a policy trains adapters."""
     return bool(getattr(getattr(policy, "adapters", None), "layers", None))
 
 
@@ -138,8 +138,8 @@ def outgoing(policy: "Policy") -> "Source":
         lacking = Matrices.of(policy.folder, stack).lacking(update.base.metas)
     if lacking:
         print(
-            f"updates carry merged weights, not adapters alone: {policy.folder} has no {lacking} "
-            "of that name and shape",
+            f"updates carry merged weights, not adapters alone: {policy.folder} has no "
+            f"tensor {lacking} of the same shape",
             flush=True,
         )
         return policy
@@ -152,7 +152,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def local_product(tensor: Tensor, v_VC: Tensor) -> Tensor:
-    """Multiplies a matrix by vectors: [R, V], sharded like the matrix."""
+    """Returns the product of a matrix and vectors, [R, V], sharded like the matrix."""
     if not isinstance(tensor, DTensor):
         return matrix(tensor).float() @ v_VC.T
     rows_RV = matrix(tensor.to_local()).float() @ v_VC.T
@@ -178,7 +178,7 @@ class Base(NamedTuple):
 
     folder: str
     scale: float
-    metas: list[WeightMeta]  # describe the merged weights, in the order of sending their parts
+    metas: list[WeightMeta]  # describe the merged weights, in the order in which parts are sent
 
     def merged(
         self, sent: Iterator[tuple[str, Tensor]], device: torch.device
@@ -191,7 +191,7 @@ class Base(NamedTuple):
             files = Matrices.of(self.folder, stack)
             if lacking := files.lacking(self.metas):
                 raise RuntimeError(
-                    f"{self.folder}, as node {platform.node()} sees it, has no {lacking} any more, "
+                    f"{self.folder}, as node {platform.node()} sees it, no longer has {lacking}, "
                     "but updates add adapters to it"
                 )
             for meta in self.metas:
@@ -228,7 +228,7 @@ class Base(NamedTuple):
         if wrong.any():  # the negated comparison also finds NaN
             row = int(wrong.int().argmax())
             raise RuntimeError(
-                f"{meta.name}, row {row}: {self.folder} and the adapter that was sent do not make "
-                "the trainer's weight"
+                f"{meta.name}, row {row}: {self.folder} and the adapter that was sent do not "
+                "add up to the trainer's weight"
             )
         return made

@@ -3,8 +3,8 @@
 The loaders are Python. They take some 0.5 ms per tensor, a mixture of experts has tens of thousands
 of tensors, and the engine is paused meanwhile. But they do the same each time: they slice and copy.
 So after a verified update, they are run on tensors without memory, and each copy is recorded. If
-the copies fill a layer, every element once, only the copies fill it from then on, and vLLM
-processes the layer as it does after its own loaders. The loaders still fill all other layers.
+the copies fill each element of a layer exactly once, later updates only repeat these copies, and
+vLLM processes the layer as it does after its own loaders. The loaders still fill all other layers.
 """
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ Loaded = TypeVar("Loaded")
 
 
 class Part(NamedTuple):
-    """Some elements of a tensor, as `torch.as_strided` takes them."""
+    """Some elements of a tensor, as arguments of `torch.as_strided`."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -70,7 +70,7 @@ def part_of(whole: Tensor, view: Tensor) -> Part:
 
 
 def tiles(parts: list[Part], numel: int) -> bool:
-    """True if parts of a dense tensor cover each of its elements once."""
+    """Returns True if parts of a dense tensor cover each of its elements once."""
     starts, lengths = [], []
     for size, stride, offset in parts:
         dims = [dim for dim in zip(size, stride, strict=True) if dim[0] != 1]
@@ -96,8 +96,8 @@ def part(whole: Tensor, at: Part) -> Tensor:
 class Recorder(TorchDispatchMode):
     """A mode that records loaders' copies from `sent` to `homes`, without making them.
 
-    `doubted` has the layers to which anything else is written, `used` the tensors from which
-    anything else is made.
+    `doubted` contains the layers to which anything else is written, and `used` the tensors from
+    which anything else is computed.
     """
 
     def __init__(self, sent: dict[str, Tensor], homes: list[Home]):
@@ -148,13 +148,13 @@ class Recorder(TorchDispatchMode):
 class Copies:
     """The copies that fill a vLLM model's layers from tensors that `metas` announce.
 
-    `filled` has the copies by layer. `readers` has the layers of each tensor that is copied; any
+    `filled` maps each layer to its copies, and `readers` maps each copied tensor to its layers. Any
     other tensor is left to vLLM's loaders.
     """
 
     @torch.no_grad()
     def __init__(self, model: "VllmModel", config: "VllmConfig", metas: list[WeightMeta]):
-        """Observes the loaders. Raises what they raise for a tensor without memory."""
+        """Observes the loaders. Passes on what they raise for a tensor without memory."""
         self.layers: dict[str, nn.Module] = dict(model.named_modules())
         self.filled: dict[str, list[Copy]] = {}
         self.readers: dict[str, list[str]] = {}
@@ -167,7 +167,7 @@ class Copies:
         finally:
             layerwise.finalize_layerwise_reload(model, config.model_config)
         slow = set(noted.used)
-        while True:  # a tensor is either copied or not, and so are all tensors of its layers
+        while True:  # either all tensors of a layer are copied, or none is
             left = {
                 path
                 for path, copies in noted.copies.items()
@@ -208,7 +208,7 @@ class Copies:
             for copy in copies:
                 parts[copy.target].append(copy.to)
             held = get_layer_tensors(layer)
-            # vLLM does not reload buffers that are not saved.
+            # vLLM does not reload non-persistent buffers.
             if layer._non_persistent_buffers_set & parts.keys():
                 continue
             if all(

@@ -32,7 +32,7 @@ RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 def end_with(pid: int) -> None:
-    """Kills this process within a second of another's end, whatever this one is doing then.
+    """Kills this process within a second of another's end, even if it is blocked at that time.
 
     It also kills the processes between the two: the process that starts an engine's workers can
     hang while waiting for its dead children. Raises psutil.NoSuchProcess if the other process has
@@ -41,7 +41,7 @@ def end_with(pid: int) -> None:
     import psutil  # installed with vLLM
 
     other = psutil.Process(pid)
-    line: list[psutil.Process] = [psutil.Process()]  # each one's parent follows it
+    line: list[psutil.Process] = [psutil.Process()]  # each is followed by its parent
     with contextlib.suppress(psutil.AccessDenied):  # /proc may hide another user's processes
         while line[-1] != other and (parent := line[-1].parent()):
             line.append(parent)
@@ -109,7 +109,7 @@ class WeightReceiver:
     copies: "Copies | None" = None  # the next update makes them without vLLM's loaders
 
     def __new__(cls, *args: Any, **named: Any) -> Self:
-        """Also makes this process end with the actor around its engine, from now on.
+        """Also makes this process end, from now on, with the actor that runs its engine.
 
         vLLM's processes would outlive a killed actor and keep its GPU (vllm#55510).
         """
@@ -210,7 +210,8 @@ class WeightReceiver:
     def refresh_tied_head(self, model: nn.Module) -> None:
         """Packs a tied head again: on a CPU, it multiplies by a copy of the embedding.
 
-        vLLM makes that copy only once, at the start. On a GPU this waits for the device.
+        vLLM makes that copy only once, at the start. On a GPU, this function only waits for the
+        device.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -224,8 +225,9 @@ class WeightReceiver:
     def refresh_drafter(self, model: "VllmModel") -> None:
         """Copies the policy's output head to MTP heads that have their own copy (Nemotron-H).
 
-        vLLM shares the two if they are equal when both have been loaded, but the policy is still
-        noise at that time. CUDA graphs refer to the copy's memory. The embedding is always shared.
+        vLLM shares the two if they are equal when both have been loaded, but the policy still has
+        random weights at that time. CUDA graphs refer to the copy's memory. The embedding is always
+        shared.
         """
         drafts = self.vllm_config.speculative_config
         draft = self.model_runner.get_draft_model() if drafts else None

@@ -1,6 +1,6 @@
 """Checks that an engine's worker computes with the weights that were sent to it.
 
-While tensors arrive, a `Proof` keeps a number for each of their rows. vLLM then stacks, splits,
+While tensors arrive, a `Proof` keeps a digest of each of their rows. vLLM then stacks, splits,
 packs and copies the tensors. Afterwards, those rows must be found in its parameters, in order:
 
     stacked (q, k, v; gate, up)       each tensor has a span of the parameter's rows
@@ -93,9 +93,9 @@ class Verdict(NamedTuple):
 class Proof:
     """The tensors of one update, to be compared with what a vLLM model holds after it.
 
-    With `turn`, it checks one in SHARE parameters, and different ones next time. Without `turn`, it
-    checks all, and no parameter may be missing. `unverified` has the names of parameters that it
-    cannot compare, such as quantised ones.
+    With `turn`, it checks one in SHARE parameters, and different ones at the next turn. Without
+    `turn`, it checks all, and no parameter may be missing. `unverified` contains the names of
+    parameters that it cannot compare, such as quantised ones.
     """
 
     def __init__(self, model: nn.Module, turn: int | None = None):
@@ -114,7 +114,7 @@ class Proof:
             lambda: defaultdict(list)
         )
         self.unverified: set[str] = set()
-        self.knows_all = self.mapper is not None  # True: knows where each tensor belongs
+        self.knows_all = self.mapper is not None  # False if a tensor's place is unknown
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Notes named tensors on their way to vLLM."""
@@ -317,7 +317,7 @@ class Proof:
 
     def _judge_experts(self, name: str, wrong_N: Tensor) -> None:
         other_E, moved_E = wrong_N.chunk(2)
-        if moved_E.all():  # their kernel keeps a different order
+        if moved_E.all():  # the kernel stores a different order
             self.unverified.add(f"the order in {name}")
             moved_E = other_E
         refuse(name, "expert", "", other_E | moved_E)
@@ -331,6 +331,6 @@ def refuse(name: str, kind: str, where: str, wrong_N: Tensor) -> None:
 
 
 def is_quantized(module: nn.Module | None) -> bool:
-    """True if a layer stores numbers other than those it is given."""
+    """Returns True if a layer stores numbers other than those it is given."""
     method = getattr(module, "quant_method", None)
     return method is not None and not type(method).__name__.startswith("Unquantized")

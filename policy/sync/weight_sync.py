@@ -1,4 +1,4 @@
-"""Sends weights: trainer rank 0 broadcasts buckets, the engines' workers load them.
+"""Sends weights: trainer rank 0 broadcasts buckets, and the engines' workers load them.
 
 There is one code path for CPU and GPU; only the backend differs (gloo or nccl). vLLM's own transfer
 engines cannot end an update that has lost an engine: docs/grpo_async.md, detail 26.
@@ -37,7 +37,7 @@ ROW_BYTES = 1 << 14  # bytes that a digest adds up at once; the size of a bucket
 
 
 class CutOff(RuntimeError):
-    """An update ended before all of it had arrived. The next one can repeat it."""
+    """Raised if an update ends before all of it has arrived. The next update can repeat it."""
 
 
 class Group(Protocol):
@@ -60,7 +60,7 @@ class Source(Protocol):
         """Describes the tensors that `named_weights` yields, in its order."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yields names and tensors, None except on rank 0; collective over the trainer ranks."""
+        """Yields names and, on rank 0, tensors, else None; collective over the trainer ranks."""
 
 
 class Wire(NamedTuple):
@@ -73,7 +73,7 @@ class Wire(NamedTuple):
     base: "Base | None" = None  # engines add the tensors to this; None: tensors are the weights
 
     def store(self, host: str, port: int, world: int) -> dist.TCPStore:
-        """Connects to the store at which rank 0 of the group listens."""
+        """Connects to the store on which rank 0 of the group listens."""
         return dist.TCPStore(host, port, world, False, timedelta(seconds=self.join_seconds))
 
     @property
@@ -82,7 +82,7 @@ class Wire(NamedTuple):
         return "cuda" if torch.cuda.is_available() and not self.shares_gpu else "cpu"
 
     def group(self, store: dist.Store, rank: int, world: int) -> Group:
-        """Creates a process group of its own: senders, then every engine worker."""
+        """Creates a separate process group of the senders, followed by every engine worker."""
         prefixed = dist.PrefixStore("weights", store)
         deadline = timedelta(seconds=self.seconds)
         group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
@@ -131,7 +131,7 @@ def buckets(metas: Iterable[WeightMeta], limit: int = BUCKET_BYTES) -> Iterator[
 
 
 def padded(size: int) -> int:
-    """Returns the bytes of a bucket whose tensors take `size`."""
+    """Returns the size in bytes of a bucket whose tensors take `size` bytes."""
     return -(-size // ROW_BYTES) * ROW_BYTES
 
 
@@ -171,7 +171,7 @@ def checksum(digests: list[Tensor]) -> int:
 class Sender:
     """The trainer's side of weight updates. Every rank has a sender.
 
-    Rank 0 joins the engines; under NCCL, the other ranks on its node do as well. All of them gather
+    Rank 0 joins the engines; under NCCL, the other ranks on its node do so too. All of them gather
     and broadcast in the same order, so ranks never wait for each other in a circle.
     """
 
@@ -221,7 +221,7 @@ class Sender:
         self.staged = itertools.chain([next(packed)], packed)
 
     def send(self, verify: bool) -> int:
-        """Gathers all weights; rank 0 broadcasts them, others on its node pass them on. Collective.
+        """Gathers all weights. Rank 0 broadcasts them; others on its node pass them on. Collective.
 
         Rank 0 returns their checksum if `verify`, else 0. Raises RuntimeError, after the last
         gather, if a receiver is gone or the deadline has passed.

@@ -120,7 +120,8 @@ def test_other_replicas_go_on_from_a_checkpoint(family, found):
 @pytest.mark.parametrize("family", EXPERTS)
 def test_another_tp_or_ep_is_refused_and_starts_from_the_export(family, found):
     one, saved = found("one")[family], found("two replicas")[family]
-    assert "was saved with policy.tp = 2, not 1: set that, or set model to" in one["refused"]
+    refused = one["refused"]
+    assert "was saved with policy.tp = 2, not 1: restore that value, or set model to" in refused
     assert all(torch.equal(one["weights"][key], w) for key, w in saved["weights"].items())
 
 
@@ -143,7 +144,7 @@ def test_gradients_in_bf16_are_those_of_float32_but_for_rounding(found):
 def test_gradients_of_another_type_or_in_buckets_are_refused(name, field, found):
     told = found(name)["nemotron_dense"]["refused"]
     saved = f"was saved with policy.megatron.ddp.{field} = False, not True"
-    assert f"{saved}: set that, or set model to" in told
+    assert f"{saved}: restore that value, or set model to" in told
 
 
 def test_what_says_that_a_checkpoint_is_there_is_written_last(found):
