@@ -1,4 +1,4 @@
-"""Defines the errors that end a program or a run, and writes errors and paths in one line."""
+"""Defines the errors that end a program or a run, and formats errors and paths as one line."""
 
 import os
 import traceback
@@ -35,8 +35,8 @@ def brief(error: BaseException) -> str:
 
 
 class RunError(RuntimeError):
-    """A failure that another prompt would not avoid: it ends the run and drops no prompt."""
+    """Raised for a failure that another prompt would not avoid; ends the run, drops no prompt."""
 
 
 class ModuleError(ValueError):
-    """An environment's module that cannot be used, whatever the row."""
+    """Raised if an environment's module cannot be used, whatever the row."""

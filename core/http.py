@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Broken(Exception):
-    """A body that is longer than allowed."""
+    """Raised if a body is longer than allowed."""
 
 
 async def whole(answer: "aiohttp.ClientResponse", most: int) -> bytes:

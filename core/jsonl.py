@@ -28,7 +28,7 @@ def parse(lines: Iterable[str], form: dict) -> Iterator[dict]:
 
 
 def number(text: str) -> int | float | None:
-    """Parses a JSON number; None for NaN, the infinities and numbers nearly as large."""
+    """Parses a JSON number; returns None for NaN, infinities and numbers from LARGEST on."""
     value = float(text)
     if not abs(value) < LARGEST:
         return None
@@ -65,11 +65,11 @@ def place(line: bytes) -> dict | None:
 
 
 class WriteError(RunError):
-    """A write to the run folder that failed."""
+    """Raised if a write to the run folder fails."""
 
 
 class LineFile:
-    """A JSONL file to append to, which holds only whole lines."""
+    """A JSONL file for appending, which contains only whole lines."""
 
     def __init__(self, path: Path):
         """Opens the file, and cuts off a partial line that a killed writer left behind."""
@@ -80,11 +80,11 @@ class LineFile:
         self.file.truncate(start + self.file.read().rfind(b"\n") + 1)
 
     def append(self, content: bytes) -> None:
-        """Writes lines, all or none. Raises WriteError with the file, the reason and the bytes."""
+        """Writes all lines or none. Raises WriteError with the file, the reason and the bytes."""
         before = self.file.seek(0, os.SEEK_END)
         done = 0
         try:
-            while done < len(content):  # a full disk accepts part of it and refuses the rest
+            while done < len(content):  # a full disk accepts only a part of the content
                 done += self.file.write(content[done:])
         except OSError as error:
             self.file.truncate(before)
@@ -93,5 +93,5 @@ class LineFile:
             ) from error
 
     def close(self) -> None:
-        """Closes the file, in which nothing is buffered."""
+        """Closes the file; nothing is buffered."""
         self.file.close()

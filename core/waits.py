@@ -75,7 +75,7 @@ async def unless_stopped(stop: Coroutine, work: asyncio.Future[T]) -> T | None:
         work.cancel()
         await asyncio.wait((work,))
         if not work.cancelled():
-            work.exception()  # asyncio complains about an exception that is never fetched
+            work.exception()  # asyncio complains about an exception that is never retrieved
         stopped.result()
         return None
     finally:
@@ -174,21 +174,21 @@ async def within(
         raise
     finally:
         alarm.cancel()
-        look = None  # type: ignore[assignment]  # a cycle, which reference counting keeps
+        look = None  # type: ignore[assignment]  # ends a cycle that reference counting keeps
 
 
-RENDER_SECONDS = 4.0  # seconds of CPU time; the longest prompts take a tenth of a second
+RENDER_SECONDS = 4.0  # limit of CPU time for rendering; the longest prompts take 0.1 s
 
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in code that uses more CPU time; does nothing outside the main thread.
+    """Raises TimeoutError in a block that uses more CPU time; has no effect in other threads.
 
-    Signals reach only the main thread. The alarm rings again if the error is swallowed.
+    Only the main thread receives signals. The alarm rings again if the error is swallowed.
     """
 
     def ring(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it did not end in {seconds:g} s")
+        raise TimeoutError(f"it did not end within {seconds:g} s")
 
     if threading.current_thread() is not threading.main_thread():
         yield

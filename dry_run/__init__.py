@@ -26,15 +26,15 @@ from settings.config import RunSettings, TrainingSettings
 from settings.distillation import TeacherSettings
 from settings.merging import flatten
 
-JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue takes
+JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue accepts
 
 
 def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = None) -> str:
     """Returns the whole table, from the model's config.json and the rows.
 
     `data` is the rows' summary; if it is None, it is computed here. Raises InputError if
-    config.json is missing, if Megatron cannot train the model or the layout, or if a library lacks
-    an argument.
+    config.json is missing, if Megatron cannot train the model or the layout, or if a library does
+    not accept an argument.
     """
     check_arguments(cfg)
     if not (Path(cfg.model) / "config.json").is_file():
@@ -72,7 +72,7 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
 
 
 def lacks_board(cfg: TrainingSettings) -> bool:
-    """True if W&B is requested but not installed here; the run may start on another machine."""
+    """Returns True if W&B is requested but not installed here; the run may start elsewhere."""
     return cfg.wandb and not find_spec("wandb")
 
 
@@ -227,7 +227,7 @@ def checkpointing_rows(
 def saving_row(model: Model, cfg: TrainingSettings) -> str:
     """Formats the memory that a checkpoint takes up on a node until it is written."""
     nodes = pace.trainer_nodes(cfg)
-    where = f", on the fullest of {nodes} nodes" if nodes > 1 else " of all that is saved"
+    where = f", on the fullest of {nodes} nodes" if nodes > 1 else " of everything that is saved"
     size = gib(pace.checkpoint_bytes(model, cfg).node)
     return row("host, while saving", size, f"copies{where}")
 
@@ -249,8 +249,8 @@ def megatron_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         "weights": f"bf16, split by tp {layout.tp} and pp {layout.pp}, experts by ep {layout.ep}"
         " and pp",
         "optimizer": f"main parameters and moments: 1 / {spread.shared} of them{routed}",
-        "at the head": "layers keep, logits, the head's gradient",
-        "in a layer": "layers keep, a layer at work",
+        "at the head": "what layers keep, logits, and the head's gradient",
+        "in a layer": "what layers keep, and the layer being computed",
         "in the update": "square roots of AdamW's second moments",
         "sending weights": "two buckets and the largest tensor twice; saving takes no more",
     }
@@ -378,7 +378,7 @@ def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         by = "engines read the base model from memory"
     rows = [row("weight update", f"{seconds:,.2f}", f"{least}; {by}")]
     if messages:
-        what = f"GB that rank 0 gets in {messages:,} messages; not in the step"
+        what = f"GB that rank 0 receives in {messages:,} messages; not in the step"
         rows.append(row("gathered for it", f"{gathered / 1e9:,.1f}", what))
     return rows
 
@@ -473,13 +473,14 @@ def engine_problems(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
     found = []
     if trainer <= gpu.memory < most:
         found.append(
-            f"a shared GPU takes {gib(most)} of {gib(gpu.memory)} GiB: "
+            f"a shared GPU needs {gib(most)} of {gib(gpu.memory)} GiB: "
             "lower gpu_memory_utilization in engine.args"
         )
     if tokens < length:
         found.append(
-            f"an engine's KV holds {tokens:,} tokens, but sampling.max_model_len = {length:,}: "
-            "raise engine.tensor_parallel or, in engine.args, gpu_memory_utilization"
+            f"an engine's KV cache holds {tokens:,} tokens, but "
+            f"sampling.max_model_len = {length:,}: raise engine.tensor_parallel or, "
+            "in engine.args, gpu_memory_utilization"
         )
     if cfg.gpu_share == 1 and engine + update > gpu.memory:
         found.append(

@@ -1,4 +1,4 @@
-"""Counts the boxes of agents that repair repositories, and their needs (envs/boxes/box.py)."""
+"""Counts the boxes of agents that repair repositories, and what they need (envs/boxes/box.py)."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from rollout.rows import raw_lines
 from runtime.processes import placement
 from settings.config import RunSettings
 
-ROWS = b'"swe_agents'  # marks the line of a row whose agent works in a box
+ROWS = b'"swe_agents'  # in the line of a row whose agent works in a box
 SIZE = Size()
 
 
@@ -28,7 +28,7 @@ class Boxes(NamedTuple):
 
 
 def uses(cfg: RunSettings) -> bool:
-    """True if an existing file of rows has agents that work in boxes."""
+    """Returns True if an existing data file has rows whose agents work in boxes."""
     if not cfg.services.images:
         return False
     files = [path for path in (cfg.data.train, cfg.data.val) if os.path.isfile(path)]
@@ -56,7 +56,7 @@ def sizes(cfg: RunSettings) -> list[int]:
 
 
 def rows(cfg: RunSettings) -> list[tuple[str, str, str]]:
-    """Returns label, number and note of each line of the dry run; empty without boxes."""
+    """Returns the label, number and note of each line of the dry run; empty without boxes."""
     if not uses(cfg):
         return []
     boxes = count(cfg)
@@ -85,8 +85,8 @@ def problems(cfg: RunSettings) -> Iterator[str]:
     most = box_budget.boxes(SIZE.disk)
     if here > most:
         print(
-            f"note: a node has {here:,} episodes at once, and {most:,} boxes: "
-            f"the others wait, for {box_budget.WAIT * cfg.timeouts.rollout:,.0f} s at most: "
+            f"note: a node has {here:,} episodes at once, but room for {most:,} boxes: "
+            f"the others wait for {box_budget.WAIT * cfg.timeouts.rollout:,.0f} s at most: "
             f"raise rollout_workers or {box_budget.VARIABLE}, or lower prompts_per_step or max_lag"
         )
     files = sizes(cfg)
@@ -97,5 +97,5 @@ def problems(cfg: RunSettings) -> Iterator[str]:
         if largest > limit:
             yield (
                 f"{image_cache.FOLDER} = {folder!r} holds {limit / GIB:,.2f} GiB, but the largest "
-                f"image has {largest / GIB:,.2f}: raise {image_cache.MOST}, or take another disk"
+                f"image takes {largest / GIB:,.2f}: raise {image_cache.MOST}, or use another disk"
             )

@@ -1,14 +1,14 @@
-"""Computes the bytes that a policy/megatron rank sends, and its peak, from config.json alone.
+"""Computes the bytes that a policy/megatron rank sends, and its peak memory, from config.json.
 
 Axes:  T positions of a packed row   H hidden size   Q, K total width of query heads, of key heads
-       F width inside a feed-forward   k experts per token   V padded vocabulary
+       F width inside a feed-forward layer   k experts per token   V padded vocabulary
        C tokens whose logits exist at once
        b bytes per weight and per activation: 2 on a GPU; 4 on a CPU (float32)
 
 For a tensor of S bytes over n ranks, ring algorithms send S (n - 1) / n in an all-gather or a
 reduce-scatter, and twice that in an all-reduce. In an all-to-all, a rank sends what belongs to
-others. Tokens are assumed to spread evenly over experts. On a CPU, the bytes sent and the peak that
-bench/megatron_layouts.py measures are within a tenth of these.
+other ranks. Tokens are assumed to spread evenly over experts. On a CPU, the bytes sent and the peak
+that bench/megatron_layouts.py measures are within a tenth of these.
 
 Not counted: forward passes other than the training one (a KL reference, logprobs before several
 updates); values that do not grow with H, such as a router's; Mamba's activations other than its
@@ -89,7 +89,7 @@ class LayerParams(NamedTuple):
 class RankParams(NamedTuple):
     """A rank's parameters."""
 
-    shared: float  # all parameters but the next two
+    shared: float  # all other parameters
     routed: float  # parameters of experts
     frozen: float
 
@@ -174,16 +174,16 @@ def state_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> di
 
 
 def key_width(s: Shape, layout: "PolicySettings") -> float:
-    """Returns K of a tensor parallel rank: one head at least."""
+    """Returns K of a tensor parallel rank: at least one head."""
     return max(s.key / layout.tp, s.head_dim)
 
 
 def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
     """Counts the values that a layer saves for its backward pass, per position of a rank.
 
-    Its input is not counted. A feed-forward saves 5 F: gate and up, silu(gate), up + 0, their
-    product; an expert also the product scaled by its router. On a CPU RMSNorm saves its normalised
-    output, and attention joins the outputs of single sequences.
+    Its input is not counted. A feed-forward layer saves 5 F: gate and up, silu(gate), up + 0, their
+    product; an expert also saves the product scaled by its router. On a CPU, RMSNorm saves its
+    normalised output, and attention joins the outputs of single sequences.
     """
     tp = layout.tp
     cpu = b == 4
@@ -207,10 +207,10 @@ def saved(s: Shape, layout: "PolicySettings", kind: str, b: int = 2) -> float:
 def at_work(s: Shape, layout: "PolicySettings", kind: str) -> float:
     """Counts the values per token position at a layer's peak, in addition to the saved ones.
 
-    Experts peak in the forward pass: their tokens in the order of the row, after the all-to-all,
-    and as outputs in two orders. The other layers peak in the backward pass, due to gradients:
-    twice the inside of the feed-forward (a third replaces the product), or q, k, v and the output;
-    then output and input.
+    Experts peak in the forward pass: they hold their tokens in the order of the row and after the
+    all-to-all, and their outputs in both orders. The other layers peak in the backward pass, due to
+    gradients: twice the inside of the feed-forward layer (a third replaces the product), or q, k, v
+    and the output; then the layer's output and input.
     """
     H = s.hidden
     tp = layout.tp
@@ -224,7 +224,7 @@ def at_work(s: Shape, layout: "PolicySettings", kind: str) -> float:
 def kept_bytes(s: Shape, cfg: "TrainingSettings", stage: int, b: int = 2) -> float:
     """Returns the bytes that a stage's layers keep for the backward pass of rows in the pipeline.
 
-    They hold each layer's input, the stage's output and, without checkpointing, what `saved`
+    These are each layer's input, the stage's output and, without checkpointing, what `saved`
     counts.
     """
     layout = cfg.policy
@@ -277,7 +277,7 @@ def fullest_stage(s: Shape, cfg: "TrainingSettings", b: int = 2) -> int:
 def sending_bytes(s: Shape) -> float:
     """Returns the bytes needed to send or export weights: the largest tensor twice, two buckets.
 
-    Rank 0 holds the tensor whole in bf16: once as shards or before it is split, once put together.
+    Rank 0 holds the whole tensor twice in bf16: as shards or before it is split, and put together.
     """
     largest = 2 * s.hidden * max(s.vocab, 2 * s.ffn if s.gated else s.ffn)
     return 2 * (largest + max(BUCKET_BYTES, largest))
@@ -299,7 +299,7 @@ def ring(n: int) -> float:
 
 
 def token_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
-    """Returns the bytes that a rank sends per position of its rows, by axis: means over stages.
+    """Returns the bytes that a rank sends per position of its rows, by axis; stages are averaged.
 
     Forward, backward, and forward again with checkpointing. tp: a layer's first matrix gathers its
     input (again in backward, and scatters its gradient), its second scatters its output (and
@@ -350,7 +350,7 @@ class Gathered(NamedTuple):
 
 
 def gathered(s: Shape, layout: "PolicySettings") -> Gathered:
-    """Counts the bf16 weights that rank 0 does not own: other ranks' experts, later stages.
+    """Counts the bf16 weights that rank 0 does not own: other ranks' experts and later stages.
 
     An owner sends a layer's experts, or the rest of its stage, in messages of a bucket's size.
     """
@@ -373,7 +373,7 @@ def gathered(s: Shape, layout: "PolicySettings") -> Gathered:
 
 
 def step_bytes(s: Shape, layout: "PolicySettings", b: int = 2) -> dict[str, float]:
-    """Returns the bytes that a rank sends per update; averages over the stages.
+    """Returns the bytes that a rank sends per update, averaged over the stages.
 
     Gradients: a reduce-scatter over the ranks that share the weights, an all-reduce of norms over
     tp and of a tied head between first and last stage. Parameters: an all-gather; Megatron-Core

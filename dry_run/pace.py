@@ -1,6 +1,6 @@
 """Estimates GPUs and seconds per step on the hardware assumed below, to compare settings.
 
-Only responses are counted; prompts come on top.
+Only responses are counted; prompts take additional time.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def load_of(cfg: "TrainingSettings") -> Load:
 
 
 def response_limit(cfg: "TrainingSettings") -> int:
-    """Returns the tokens of the longest response."""
+    """Returns the number of tokens in the longest response."""
     return load_of(cfg).tokens
 
 
@@ -89,7 +89,7 @@ def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu
 
 
 def generation_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
-    """Returns the seconds in which all engines sample a batch of mean responses.
+    """Returns the seconds that all engines together take to sample a batch of mean responses.
 
     A response counts with half of its tokens in the KV cache.
     """
@@ -142,7 +142,7 @@ def exposed_seconds(cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
 
 
 def train_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Returns the seconds in which all trainer ranks train a batch of mean responses."""
+    """Returns the seconds that the trainer ranks take to train a batch of mean responses."""
     work = train_flops(model, cfg) / (cfg.policy.ranks * MFU * gpu.flops)
     return work + sum(exposed_seconds(cfg, gpu).values())
 
@@ -153,7 +153,7 @@ def networks(cfg: "TrainingSettings") -> int:
     NCCL makes as many rings as the group has GPUs on the node with the fewest of them.
     """
     nodes = [Node(f"{i:06}", NODE_GPUS) for i in range(math.ceil(len(gpus(cfg)) / NODE_GPUS))]
-    if cfg.demand.share < 1:  # gloo sends, through the card of the route
+    if cfg.demand.share < 1:  # gloo sends through one card, that of its route
         return 1
     try:
         places = plan(cfg, nodes)
@@ -167,7 +167,7 @@ def networks(cfg: "TrainingSettings") -> int:
 
 
 def sync_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Returns the minimum seconds of a weight update, sent once from rank 0's node, or its GPU.
+    """Returns the minimum seconds of a weight update, sent once from rank 0's node or GPU.
 
     At the same time, an engine's CPU copies tensor after tensor. Adapters are added to all
     weights in bf16, which each worker reads from its node's memory.
@@ -255,7 +255,7 @@ def limits(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
 
 
 def teacher_seconds(cfg: RunSettings, gpu: Gpu) -> dict[str, float]:
-    """Returns the seconds in which each teacher scores its share of a batch of mean responses."""
+    """Returns the seconds that each teacher takes to score its share of a batch."""
     if not isinstance(cfg, TeacherSettings):
         return {}
     keys = MEAN_SHARE * response_limit(cfg) / 2
@@ -311,7 +311,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint's bytes, the exported model included."""
 
     whole: float
-    node: float  # bytes on the node that writes most; its memory holds a copy until it is written
+    node: float  # bytes on the node that writes most; it holds a copy in memory until then
 
 
 def trainer_nodes(cfg: "TrainingSettings") -> int:
@@ -341,7 +341,7 @@ def checkpoint_seconds(model: Model, cfg: "TrainingSettings") -> float:
 def signal_seconds(model: Model, cfg: "TrainingSettings", step: float) -> int:
     """Returns how many seconds before its end a job needs a signal.
 
-    They cover a step, a checkpoint and Slurm's 60 s. The previous checkpoint may not be
+    This time covers a step, a checkpoint and Slurm's 60 s. The previous checkpoint may not be
     complete when the signal arrives, and the step's checkpoint waits for it.
     """
     saving = checkpoint_seconds(model, cfg)

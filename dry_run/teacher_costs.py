@@ -12,12 +12,12 @@ from policy.gpus import Gpu
 from policy.model_shape import Model, read_model
 from settings.distillation import TeacherSettings
 
-ROWS = 2000  # the shares are estimated from the agents of these first rows of the training file
+ROWS = 2000  # number of the training file's first rows from which the shares are estimated
 
 
 @functools.cache
 def agents(path: str) -> list[tuple[str, str]]:
-    """Returns (agent, dataset) of the first rows of a file; empty if it cannot be read."""
+    """Returns (agent, dataset) for each of the first rows of a file; empty if it is unreadable."""
     found = []
     try:
         with open(path, encoding="utf-8") as file:
@@ -30,7 +30,7 @@ def agents(path: str) -> list[tuple[str, str]]:
 
 
 def shares(cfg: TeacherSettings) -> dict[str, float]:
-    """Returns the share of rows that each host scores, from the first rows if they can be read."""
+    """Returns the share of rows that each host scores, from the first rows if they are readable."""
     names = [cfg.teacher_of(*row) for row in agents(cfg.data.train)]
     hosts = Counter(cfg.host_of(name) for name in names if name)
     if not hosts:
@@ -39,7 +39,7 @@ def shares(cfg: TeacherSettings) -> dict[str, float]:
 
 
 def seconds(cfg: TeacherSettings, tokens: float, keys: float, flops: float) -> dict[str, float]:
-    """Returns the seconds in which each host scores its share of a batch of `tokens`.
+    """Returns the seconds that each host takes to score its share of a batch of `tokens` tokens.
 
     Each token attends to `keys` keys. A rank computes `flops` FLOPs per second.
     """
@@ -52,7 +52,7 @@ def seconds(cfg: TeacherSettings, tokens: float, keys: float, flops: float) -> d
 
 
 def rank_bytes(cfg: TeacherSettings, host: str) -> float:
-    """Returns a rank's bytes: its models' bf16 weights, a layer at work, the head, the reserve.
+    """Returns a rank's bytes: bf16 weights of its models, a layer being computed, head, reserve.
 
     FSDP2 holds two gathered layers and the whole root in addition to its shard.
     """
@@ -82,7 +82,7 @@ def working_bytes(model: Model, cfg: TeacherSettings) -> float:
 
 
 def problems(cfg: TeacherSettings, gpu: Gpu, node_gpus: int) -> list[str]:
-    """Returns what does not fit, with the fields to change."""
+    """Returns the problems with teachers' memory and layouts, with the fields to change."""
     found = []
     for host in cfg.hosts:
         taken = rank_bytes(cfg, host)

@@ -75,7 +75,8 @@ def test_a_node_of_less_memory_is_named_before_its_gpus_are_used(run, monkeypatc
     monkeypatch.setattr(box_budget, "memory", lambda: 64 * GIB)
     assert list(submit_check.boxes(run)) == []
     (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith("note: a node has 32 episodes at once, and 16 boxes: the others wait, ")
+    note = "note: a node has 32 episodes at once, but room for 16 boxes: the others wait "
+    assert said.startswith(note)
     assert "1,800 s at most: raise rollout_workers or GRPO_BOXES" in said
     monkeypatch.setattr(box_budget, "memory", lambda: GIB)
     (problem,) = submit_check.boxes(run)
@@ -94,7 +95,7 @@ def test_a_disk_for_copies_that_holds_no_image_is_named(run, monkeypatch, tmp_pa
     assert list(submit_check.boxes(run)) == []
     monkeypatch.setenv(image_cache.MOST, "0.001")
     (problem,) = submit_check.boxes(run)
-    assert "the largest image has 0.00: raise GRPO_IMAGE_CACHE_GIB, or take another" in problem
+    assert "the largest image takes 0.00: raise GRPO_IMAGE_CACHE_GIB, or use another" in problem
     monkeypatch.setenv(image_cache.FOLDER, "/proc/none")
     (problem,) = submit_check.boxes(run)
     assert problem.startswith("GRPO_IMAGE_CACHE = '/proc/none'")

@@ -440,7 +440,7 @@ def test_what_an_update_is_made_of(tmp_path):
     text = dry_run.explain(cfg, Config)
     assert cell(text, "weight update") == "1.12" and cell(text, "gathered for it") == "197.3"
     assert "at least: rank 0 sends 241.3 GB in 900 buckets; 41,603 tensors\n" in text
-    assert "GB that rank 0 gets in 840 messages; not in the step" in text
+    assert "GB that rank 0 receives in 840 messages; not in the step" in text
 
 
 test_an_update_uses_the_cards_that_the_poorest_node_has = gives(
@@ -702,7 +702,7 @@ def test_the_table_of_the_math_blend(folder):
     assert "GPUs shared by both: 1" in text and "everything fits" in text
     assert cell(text, "checkpointing") == "on"  # 56 of 36 GiB without
     more = changed(cfg, engine={"args": {"gpu_memory_utilization": 0.6}})
-    assert "PROBLEM: a shared GPU takes 80.71 of 79.00 GiB" in dry_run.explain(more, Config)
+    assert "PROBLEM: a shared GPU needs 80.71 of 79.00 GiB" in dry_run.explain(more, Config)
 
 
 def test_the_table_fits_a_screen_and_follows_the_gpu(folder):
