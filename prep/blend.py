@@ -24,7 +24,7 @@ HELD_OUT = {"super": 100, "nano": 1000}  # held-out rows, as in the recipes
 
 @dataclass(frozen=True)
 class Blend:
-    """Turns blends into training rows and, held out, validation rows; fills their placeholders."""
+    """Splits blends into training rows and held-out validation rows; fills their placeholders."""
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")] = HUB
     """Folder of *.jsonl files, each a blend; one such file; or ORG/NAME on the hub."""
@@ -37,17 +37,17 @@ class Blend:
     layout: Literal["super", "nano"] = "super"
     """{train,val}-split.jsonl, or {train,val,test}/data.jsonl."""
     val_holdout: int | None = None
-    """Number of last rows held out (100; for nano 1,000, half val and half test)."""
+    """Number of rows held out at the end (100; for nano 1,000: half for val, half for test)."""
     sample: int | None = None
-    """Rows to take, evenly spread over the blend; they go to NAME/sample-N."""
+    """Number of rows to take, spread evenly over the blend; they go to NAME/sample-N."""
     mix: str = ""
-    """FILE:WEIGHT,FILE:WEIGHT, files of the source: one blend, which ends when one of them ends."""
+    """Files of the source to mix, as FILE:WEIGHT,FILE:WEIGHT; the blend ends when one file ends."""
     leave_out: tuple[str, ...] = ()
-    """Agents to leave out, with their rows, such as agents that no environment serves yet."""
+    """Agents whose rows are left out, such as agents that no environment serves yet."""
     nemo_gym: bool = False
-    """Keep rows of agents that no environment declares, because NeMo-Gym servers have them."""
+    """Keep rows of agents that no environment declares, because NeMo-Gym servers serve them."""
     sources: str = ""
-    """Folder of DAPO-Math-17k and Skywork-OR1-RL-Data; empty: they come from the hub."""
+    """Folder with DAPO-Math-17k and Skywork-OR1-RL-Data; empty: download them from the hub."""
     force: bool = False
     """Rewrite blends that exist already."""
 
@@ -83,7 +83,7 @@ class Blend:
         for name in chosen:
             if of_agents := left.get(name):
                 print(
-                    f"{blends[name]}: not written, no environment serves its "
+                    f"{blends[name]}: not written, because no environment serves its "
                     f"{of_agents.total():,} rows ({', '.join(of_agents)})"
                 )
             else:
@@ -92,7 +92,7 @@ class Blend:
 
 
 def unserved(options: Blend, path: Path) -> Counter[str]:
-    """Counts the rows of a file by agent; empty if a row would be kept, or names no agent."""
+    """Counts the rows of a file by agent; empty if any row would be kept or names no agent."""
     known = files.served()
     found: Counter[str] = Counter()
     for line in files.lines(path):
@@ -155,7 +155,10 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
     for agent, count in manifest["left_out"].items():
         print(f"  left out: {count:,} rows of {agent}")
     if len(manifest["splits"]) == 1 and holdout:
-        print(f"  no validation rows: there are {outputs[0].rows:,}, --val_holdout is {holdout:,}")
+        print(
+            f"  no validation rows: there are only {outputs[0].rows:,} rows, "
+            f"and --val_holdout is {holdout:,}"
+        )
 
 
 def scan(path: Path, wanted: set[placeholders.Target]) -> dict[str, Any]:
@@ -206,7 +209,7 @@ def kept(
             raise InputError(
                 f"{line.place}: agent_ref.name is {agent!r}, expected one of: "
                 f"{', '.join(sorted(known))}; --leave_out {agent} leaves its rows out; "
-                f"`check {line.path}` names all"
+                f"`check {line.path}` lists all such agents"
             )
         elif placeholders.FIELD in row:
             yield questions.fill(row, line.place), ""

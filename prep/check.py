@@ -43,16 +43,16 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True)
 class Check:
-    """Prints what row files contain, and what is missing; exit code 0 if they can be trained on."""
+    """Prints what row files contain and what is missing; exits with 0 if they can be trained on."""
 
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE...")]
     """JSONL files of rows."""
     services: tuple[str, ...] = ()
-    """`services` settings that the run will have; if rows need another, that is a problem."""
+    """`services` settings that the run will have; it is a problem if rows need any other."""
     nemo_gym: tuple[str, ...] = ()
     """NeMo-Gym head servers, as in the run's services.nemo_gym."""
     max_bad_rows: int = 0
-    """Bad rows that a file may hold, as in the run's data.max_bad_rows."""
+    """Number of bad rows that a file may contain, as in the run's data.max_bad_rows."""
 
     def run(self) -> int:
         """Prints the contents and the problems."""
@@ -109,7 +109,7 @@ def summary(
 
 
 def elsewhere(agent: str) -> str:
-    """Returns the server for an agent that no module of envs/ declares."""
+    """Describes the server of an agent that no module of envs/ declares."""
     if not configured.current().nemo_gym:
         return "no environment serves it"
     try:

@@ -23,7 +23,7 @@ class Rows:
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """JSONL file to write."""
     prompt: str
-    """Column with the question, or with a list of messages; a.b.0.c looks inside."""
+    """Column with the question or a list of messages; a.b.0.c is a nested value."""
     answer: str
     """Column with the reference answer."""
     agent: str
@@ -33,14 +33,14 @@ class Rows:
     answer_field: str = "expected_answer"
     """Field in which the environment looks for the answer."""
     keep: tuple[str, ...] = ()
-    """Other columns that the rows keep, for a reward that reads them."""
+    """Other columns to copy to the rows, for a reward that reads them."""
     dataset: str = ""
     """Name of these rows in the metrics."""
     split: str = "train"
-    """Split of a folder or of a data set on the hub: files named after it, or all."""
+    """Split of a folder or of a data set on the hub: files named after it, or else all."""
 
     def run(self) -> int:
-        """Writes the rows, each checked. Raises InputError for the first record that fails."""
+        """Checks and writes the rows. Raises InputError for the first record that fails."""
         if "{question}" not in self.template:
             raise InputError(f"--template {self.template!r}: expected {{question}} in it")
         patterns = [f"*{kind}" for kind in tables.KINDS]
@@ -61,11 +61,11 @@ class Rows:
         if cut:
             print(f"{cut:,} answers are the numbers after ####, without the solutions before them")
         if left:
-            print(f"rows have no {', '.join(sorted(left))}: --keep names columns to copy")
+            print(f"not copied: {', '.join(sorted(left))}; --keep names columns to copy")
         return 0
 
     def missed(self, record: dict, error: ValueError) -> str:
-        """Returns advice for an error about a field that is a column under another name, or ""."""
+        """Returns advice for an error that names one of the record's columns, or ""."""
         named = [c for c in record if re.search(rf"\b{re.escape(c)}\b", str(error))]
         if self.answer in named:
             return f"; the answer is in {self.answer_field}: --answer_field {self.answer}"

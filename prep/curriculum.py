@@ -26,9 +26,9 @@ from core.errors import InputError
 from prep import files, mix
 
 FALL = 0.3  # read off the figure in the report
-STEEPEST = 0.9  # share of the fall after sorting; beyond it, a batch holds few pass rates
+STEEPEST = 0.9  # share of the fall of sorted rows; beyond it, a batch has few pass rates
 SWEEPS = 2000  # maximum number of sweeps to find the plan
-TOLERANCE = 1e-3  # tolerance for a batch's mean pass rate, and for the rows with a pass rate
+TOLERANCE = 1e-3  # error of a batch's mean pass rate, plus that of the rows used at a rate
 
 
 @dataclass
@@ -111,7 +111,7 @@ def read(path: str, by: str) -> Profiled:
 
 
 def arranged(domains: list[Domain], batch: int, fall: float) -> Iterator[tuple[int, int]]:
-    """Returns the training order: each row once, as its domain's number and its number there."""
+    """Returns the training order: each row once, as its domain's index and its index there."""
     sizes = [len(domain.starts) for domain in domains]
     order = np.fromiter(mix.turns(sizes), np.int32, sum(sizes))  # uses up all rows
     batches = np.arange(len(order)) // batch

@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 
 def lines(path: str | Path) -> Iterator[Line]:
-    """Returns the non-blank lines of a file. Raises InputError if it cannot be read."""
+    """Yields the non-blank lines of a file. Raises InputError if it cannot be read."""
     for number, (start, text) in enumerate(raw_lines(str(path)), 1):
         line = Line(str(path), number, start, decoded(text))
         if not line.text.isspace():
@@ -86,7 +86,7 @@ class Output:
         self.datasets: Counter[str] = Counter()
 
     def write(self, row: dict, text: str = "") -> None:
-        """Appends a row; `text` is its line, if there is one already, which is kept as is."""
+        """Appends a row; `text` is its existing line, if it has one, which is kept as is."""
         line = f"{(text or json.dumps(row)).strip()}\n".encode()
         self.file.write(line)
         self.hash.update(line)
@@ -140,5 +140,7 @@ def rewriting(source: str, target: str) -> Iterator[Output]:
     with writing(Path(target)) as (output,):
         yield output
         if not output.rows:
-            raise InputError(f"{source}: no row of it is left for {target}, expected at least one")
+            raise InputError(
+                f"{source}: none of its rows is left for {target}, expected at least one"
+            )
     print(f"{target}: {output.rows:,} rows")

@@ -11,7 +11,7 @@ from core.errors import InputError
 
 
 def turns(weights: Sequence[float]) -> Iterator[int]:
-    """Yields the next index, for ever: index i gets n * weight / sum, +- 1, of the first n turns.
+    """Yields indices forever: i gets n * weight / sum, +- 1, of the first n turns.
 
     The k-th turn of i lies in its window [k, k + 1) * sum / weight; among the windows that have
     begun, the one that ends first is served (Baruah et al. 1996, proportionate progress).
@@ -32,7 +32,7 @@ def turns(weights: Sequence[float]) -> Iterator[int]:
 
 
 def order(counts: Sequence[int], weights: Sequence[float]) -> Iterator[int]:
-    """Yields the index of the source of each next row.
+    """Yields, for each row, the index of its source.
 
     Ends when it is the turn of a source that has no rows left.
     """
@@ -47,7 +47,7 @@ def order(counts: Sequence[int], weights: Sequence[float]) -> Iterator[int]:
 def parts(spec: str) -> list[tuple[Path, float]]:
     """Returns the files and weights of FILE:WEIGHT,FILE:WEIGHT.
 
-    Raises InputError if it has another form.
+    Raises InputError if the text has a different form.
     """
     found = []
     for part in spec.split(","):

@@ -35,7 +35,7 @@ class Pivot:
     """Name of these rows in the metrics."""
 
     def run(self) -> int:
-        """Writes the rows, each checked, and prints what was left out."""
+        """Checks and writes the rows, and prints what was left out."""
         if self.reward_mode not in ("binary", "continuous"):
             raise InputError(f"--reward_mode {self.reward_mode!r}: expected binary or continuous")
         left: Counter[str] = Counter()

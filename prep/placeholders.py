@@ -2,7 +2,7 @@
 
 Such a row has `_hf_placeholder`: {row, question_template}. Templates in the released blends are
 {"prefix"} or {"suffix"} around DAPO's bare question, and {"template"}, or a string, with {question}
-in it. NVIDIA's resolver accepts only the string for Skywork, so other rows lose their
+in it. NVIDIA's resolver accepts only the string for Skywork, so with it other rows lose their
 instruction.
 """
 
@@ -25,7 +25,7 @@ DAPO_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
 
 
 class Origin(NamedTuple):
-    """A data set that placeholders point to, and the `dataset` of their rows."""
+    """A data set that placeholders point to, and a part of the `dataset` field of their rows."""
 
     tag: str
     hub: str
@@ -56,7 +56,7 @@ class Questions:
     """The questions and answers that placeholders refer to, on disk, with an index in memory."""
 
     def __init__(self, folder: str):
-        """Takes the data sets from `folder`, as ORG/NAME or NAME; from the hub if it is ""."""
+        """Looks for ORG/NAME or NAME in `folder`; if it is "", takes the data sets from the hub."""
         self.folder = folder
         self.starts: dict[Target, int] = {}
         self.files: dict[str, list[Path]] = {}  # the files of each data set
@@ -110,7 +110,7 @@ class Questions:
 
 
 def bare(answer: Any) -> str:
-    """Returns an answer; the first one if it is a list or its JSON, as in Skywork's rows."""
+    """Returns an answer as text; the first item of a list or its JSON, as in Skywork's rows."""
     text = str(answer).strip()
     if not isinstance(answer, list) and text[:1] + text[-1:] not in ("[]", "{}"):
         return text

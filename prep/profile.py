@@ -34,11 +34,11 @@ class Profile:
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """JSONL file of rows."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
-    """JSONL file to write, its rows in the same order."""
+    """JSONL file to write, with the rows in the same order."""
     model: str
     """Model folder, or ORG/NAME on the hub."""
     samples: int = 8
-    """Answers per row."""
+    """Number of answers per row."""
     threshold: float = 1.0
     """Reward at which an answer passes."""
     run_dir: str = ""

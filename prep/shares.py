@@ -26,7 +26,7 @@ PHASES = {
     "early": {"math": 0.02, "stem": 0.02, "code": 0.02},
     "late": {"math": 0.01, "stem": 0.01},
 }
-OFF, LIMITED = 0.10, 0.03  # shares whose reasoning Nemotron 3 Nano strips, and truncates
+OFF, LIMITED = 0.10, 0.03  # shares of rows whose reasoning Nemotron 3 Nano strips and truncates
 BUDGETS = (1024, 2048, 4096, 8192)  # tokens; the report does not publish its budgets
 
 
@@ -43,7 +43,7 @@ class Effort:
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """JSONL file of rows."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
-    """JSONL file to write, its rows in the same order."""
+    """JSONL file to write, with the rows in the same order."""
     phase: Literal["early", "late"]
     """early: 2 % of math, STEM and code; late: 1 % of math and STEM."""
 
@@ -94,13 +94,13 @@ class ReasoningControl:
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """JSONL file of rows."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
-    """JSONL file to write, its rows in the same order."""
+    """JSONL file to write, with the rows in the same order."""
     off: float = OFF
     """Share of the rows that get enable_thinking = false for the chat template."""
     limited: float = LIMITED
     """Share of the rows, in addition to those, that get a budget in max_output_tokens."""
     budgets: tuple[int, ...] = BUDGETS
-    """Budgets, each equally often."""
+    """Budgets in tokens, each used equally often."""
 
     def run(self) -> int:
         """Writes the rows and prints how many were chosen."""

@@ -1,7 +1,7 @@
 """`swe --check`: keeps rows that their own repair resolves, and that are not resolved without it.
 
-A file next to the rows, OUT.check.jsonl, keeps each verdict: after an interruption the command
-resumes where it stopped. A fault of the machine, such as a missing image, is not a verdict.
+Each verdict is saved in a file next to the rows, OUT.check.jsonl, so that the command can resume
+after an interruption. A fault of the machine, such as a missing image, is not a verdict.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Checked:
         asyncio.run(self.judged(rows, at_once or len(os.sched_getaffinity(0))))
 
     def keeps(self, row: dict) -> bool:
-        """Counts a row by its verdict; returns whether it is kept, False if it has no verdict."""
+        """Counts a row by its verdict; returns True if it is kept, False if it has no verdict."""
         why = self.verdicts.get(key_of(row))
         if why:
             self.left[why] += 1

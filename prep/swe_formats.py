@@ -64,7 +64,7 @@ Scripts = Callable[
 
 
 class Refused(Exception):
-    """The reason why a record cannot become a row that is graded."""
+    """Raised, with the reason, if a record cannot become a row that can be graded."""
 
 
 class Issue(NamedTuple):
@@ -96,7 +96,7 @@ class Issue(NamedTuple):
         return value
 
     def json(self, name: str, kind: type[V], expected: str) -> V:
-        """Returns the value in a field, or the value of its JSON. Raises Refused if it has none."""
+        """Returns a field's value, decoded if it is JSON text. Raises Refused if there is none."""
         value = self.fields.get(name)
         if isinstance(value, str):
             try:
@@ -165,9 +165,7 @@ def kind_of(found: Issue) -> str:
 def row(found: Issue, scripts: Scripts, agent: str) -> dict[str, Any]:
     """Returns a record's row.
 
-    `scripts` returns the script of a record's tests, or raises Refused.
-
-    Raises Refused.
+    `scripts` returns the script that runs a record's tests. Raises Refused if no row can be made.
     """
     if found.own is not None:
         made = found.own
@@ -236,7 +234,7 @@ def of_gym(found: Issue, scripts: Scripts) -> dict[str, Any]:
 
 
 def of_r2e(found: Issue, scripts: Scripts) -> dict[str, Any]:
-    """Returns the row for an R2E-Gym record, whose image holds its tests."""
+    """Returns the row for an R2E-Gym record, whose image contains its tests."""
     registry = str(found.fields.get("docker_image") or "")
     if not registry:
         # The id is OWNER__Repo-COMMIT; the image's name follows from it as in NeMo-Gym.
@@ -257,7 +255,7 @@ def of_r2e(found: Issue, scripts: Scripts) -> dict[str, Any]:
 
 
 def of_smith(found: Issue, scripts: Scripts) -> dict[str, Any]:
-    """Returns the row for a SWE-smith record: its patch adds the bug; reversed, it repairs it."""
+    """Returns the row for a SWE-smith record, whose patch adds the bug; the reverse repairs it."""
     registry = found.text("image_name")
     made = base(found, registry.rpartition("/")[2].replace(":", "_"), registry)
     given = scripts("smith", found.fields)
@@ -276,7 +274,7 @@ MAKERS: dict[str, Callable[[Issue, Scripts], dict[str, Any]]] = {
 
 
 def diff_of(commit: dict[str, Any]) -> str:
-    """Returns the changes to Python files, as text, in a commit in R2E-Gym's format.
+    """Returns, as text, the changes to Python files in a commit in R2E-Gym's format.
 
     Raises Refused if the commit does not have that format.
     """
@@ -306,7 +304,7 @@ def diff_of(commit: dict[str, Any]) -> str:
 
 
 def range_of(lines: dict[str, Any]) -> str:
-    """Returns a range of lines as a patch writes it."""
+    """Returns a range of lines in a patch's notation."""
     length = lines.get("length")
     return f"{lines['start']}" if length is None else f"{lines['start']},{length}"
 

@@ -38,26 +38,26 @@ class Swe:
     dataset: str = ""
     """Name of the data set, such as SWE-Gym/SWE-Gym. Empty: the record's own, or SOURCE."""
     sources: tuple[str, ...] = ()
-    """Data sets, given as SOURCE is, with the fields that records lack, by instance_id."""
+    """Data sets, given like SOURCE, that supply the fields that records lack, by instance_id."""
     tables: str = ""
-    """Python that has swebench 4.1, swegym or swesmith, for records without their test script."""
+    """A Python that has swebench 4.1, swegym or swesmith, for records without a test script."""
     agent: str = swe_formats.AGENT
     """Agent for records that name no agent."""
     harness: str = ""
     """Tool set for the rows; empty: the environment chooses one for each instance."""
     split: str = "train"
-    """Split of a folder or of a data set on the hub: files named after it, or all."""
+    """Split of a folder or of a data set on the hub: files named after it, or else all."""
     check: bool = False
     """Keep rows that their own repair resolves, and that are not resolved without it."""
     images: str = "data/images"
     """Image folder for --check, as in a run's services.images."""
     at_once: int = 0
-    """Rows that --check judges at once; 0: one per CPU."""
+    """Number of rows that --check judges at once; 0: one per CPU."""
 
     def run(self) -> int:
         """Writes the rows and prints what was left out; returns 1 if some were not judged."""
         if self.at_once < 0:
-            raise InputError(f"--at_once {self.at_once}: expected 1 or more, or 0")
+            raise InputError(f"--at_once {self.at_once}: expected 0 or more")
         found: dict[str, Found] = {}
         judged = None
         if self.check:

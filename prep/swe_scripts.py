@@ -14,7 +14,7 @@ SECONDS = 120.0  # seconds that the process may take to end
 
 
 class Scripts:
-    """A process of the Python that has the tables, started for the first record that needs it."""
+    """A process of the Python that has the tables; it starts at the first record that needs it."""
 
     def __init__(self, python: str) -> None:
         self.python = python

@@ -1,4 +1,4 @@
-"""Finds data sets, on the hub too, and reads any common format one batch at a time."""
+"""Finds data sets, also on the hub, and reads any common format one batch at a time."""
 
 import csv
 import json
@@ -27,8 +27,8 @@ def records(
 ) -> Iterator[tuple[int, Record]]:
     """Yields the records of some files, or only the wanted ones, numbered from 0 across all files.
 
-    `columns` are top-level columns: parquet reads no others. Raises InputError if a file does not
-    have the format of its suffix.
+    `columns` are top-level columns: no others are read from parquet files. Raises InputError if a
+    file does not have the format of its suffix.
     """
     start = 0
     for path in files:
@@ -76,7 +76,7 @@ def batches(path: Path, columns: list[str]) -> Iterator[Batch]:
 
 
 def is_array(path: Path) -> bool:
-    """Returns whether a JSON file holds an array, rather than one object per line."""
+    """Returns True if a JSON file contains an array rather than one object per line."""
     with open(path, encoding="utf-8") as file:
         return file.read(CHUNK).lstrip().startswith("[")
 
@@ -123,7 +123,7 @@ def value(record: dict, column: str, place: str) -> Any:
 
 
 def data_files(source: Path, split: str) -> list[Path]:
-    """Returns a file, or the files in a folder that are of the first of KINDS found there.
+    """Returns a file, or the files in a folder that have the first of KINDS found there.
 
     If some are named after the split, returns only these. Raises InputError if there is no file of
     a known kind.

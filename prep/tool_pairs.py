@@ -1,4 +1,4 @@
-"""`tool_pairs`: makes preference pairs from our rollouts, against calls to tools not given."""
+"""`tool_pairs`: makes preference pairs from our rollouts, against calls to undeclared tools."""
 
 import hashlib
 import json
@@ -43,14 +43,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolPairs:
-    """Pairs answers to rows with and without tools, for dpo.py and for any other DPO trainer.
+    """Pairs answers to rows with and without tools, for dpo.py or any other DPO trainer.
 
     If a row declares tools, a right answer is preferred to a wrong one. If it declares none, a
     right answer without a call is preferred to a wrong answer, and to any answer with a call. Each
     answer is rejected at most once, because the report of Nemotron 3 Nano has 50,000 pairs from
     64,000 answers (appendix C). Answers that were cut off are left out, because they did not end on
-    their own. Multi-turn answers are left out, because rollouts.jsonl does not hold the
-    tools' results.
+    their own. Multi-turn answers are left out, because rollouts.jsonl does not contain the tools'
+    results.
     """
 
     file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -77,7 +77,7 @@ class ToolPairs:
         answers = self.answers(left_out)
         pairs: list[Pair] = []
         with files.rewriting(self.file, self.out) as output:
-            without: list[Answer] = []  # answers to rows without tools
+            without: list[Answer] = []  # answers to rows that declare no tools
             for line in files.lines(self.file):
                 row = line.row()
                 given = answers.pop(line.number, [])
@@ -87,7 +87,7 @@ class ToolPairs:
                 pairs += list(of_row(line.start, bool(tools), given))[: self.per_row]
             if answers:
                 raise InputError(
-                    f"{self.rollouts}: an answer to row {min(answers)}, "
+                    f"{self.rollouts}: has an answer to row {min(answers)}, "
                     f"expected a line of {self.file} that holds a row"
                 )
             for pair in sorted(pairs, key=lambda pair: pair.order):
@@ -96,7 +96,7 @@ class ToolPairs:
         print("  pairs: " + ", ".join(f"{counts[kind]:,} {kind}" for kind in KINDS))
         calls = sum(answer.calls for answer in without)
         if without:
-            print(f"  answers without tools that call one: {calls / len(without):.1%}")
+            print(f"  answers to rows without tools that call one: {calls / len(without):.1%}")
         for why, number in left_out.items():
             print(f"  answers left out, {why}: {number:,}")
         return 0

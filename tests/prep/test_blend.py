@@ -229,16 +229,14 @@ def test_a_blend_that_nobody_serves_is_passed_over(blend, capsys):
     """Only a command that names the blend ends there."""
     folder = blend({"rlhf": [math_row(1)], "lost": UNSERVED, "tool": [math_row(2)]})
     assert {path.name for path in folder.iterdir()} == {"rlhf", "tool"}
-    rows = "2 rows (lost_a, lost_b)"
-    assert (
-        f"in/lost.jsonl: not written, no environment serves its {rows}\n" in capsys.readouterr().out
-    )
+    why = "because no environment serves its 2 rows (lost_a, lost_b)"
+    assert f"in/lost.jsonl: not written, {why}\n" in capsys.readouterr().out
     for words in (("--only", "lost"), ("--only", "rlhf", "lost", "--force")):
         with pytest.raises(InputError, match="lost.jsonl:1: agent_ref.name is 'lost_a'"):
             blend(None, *words)
     left = [word for row in UNSERVED for word in ("--leave_out", row["agent_ref"]["name"])]
     blend(None, *left, "--force")
-    assert f"no environment serves its {rows}" in capsys.readouterr().out
+    assert "no environment serves its 2 rows (lost_a, lost_b)" in capsys.readouterr().out
     blend({"lost": [*UNSERVED, math_row(3)]}, "--nemo_gym", "--force")
     assert len(read(folder / "lost/train-split.jsonl")) == 3
     with pytest.raises(InputError, match="agent_ref.name is 'lost_a'"):

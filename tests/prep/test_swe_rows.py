@@ -123,7 +123,7 @@ def test_what_cannot_be_graded_is_refused_by_name_and_counted(swe):
 
 
 def test_the_published_example_rows_say_what_they_lack(swe, tmp_path, capsys):
-    with pytest.raises(InputError, match="no row of it is left"):
+    with pytest.raises(InputError, match="none of its rows is left"):
         swe(lines("gym_rows", "swe_agents"))
     told = capsys.readouterr().out
     assert "SWE-Gym/SWE-Gym 2 records, 2 refused" in " ".join(told.split())

@@ -63,7 +63,7 @@ def test_without_tools_a_right_answer_beats_a_wrong_one_and_any_call(pairs):
     kinds = {text(pair["rejected"]): pair["dataset"] for pair in found}
     assert kinds == {"5": "no_tools"} | dict.fromkeys(calls, "hallucination")
     assert "1 no_tools, 0 with_tools, 3 hallucination" in said
-    assert "answers without tools that call one: 60.0%" in said
+    assert "answers to rows without tools that call one: 60.0%" in said
 
 
 def test_with_tools_a_call_is_an_answer_as_any_other(pairs):
@@ -98,7 +98,7 @@ def test_each_answer_is_rejected_once_and_right_ones_take_turns(pairs):
 
 def test_answers_of_one_kind_make_no_pair(pairs):
     alike = [answer(1, "4", 1.0), answer(2, "5", 0.0), answer(3, CALL, 0.0)]
-    with pytest.raises(InputError, match="no row of it is left"):
+    with pytest.raises(InputError, match="none of its rows is left"):
         pairs(alike)
 
 
