@@ -47,7 +47,7 @@ class Command:
     rollout_only: bool = False
     """Write each step's samples, all from the initial policy; train nothing."""
     replay: str = ""
-    """Train on the samples that this run folder holds, without an engine."""
+    """Train on the samples that this run folder contains, without an engine."""
 
     @property
     def replayed(self) -> str:
@@ -102,13 +102,13 @@ class Data:
     """The NeMo-Gym rows that a run trains on and is evaluated with."""
 
     train: str = "data/tiny/train.jsonl"
-    """NeMo-Gym rows, used in file order, again from the top when they end."""
+    """NeMo-Gym rows, used in file order, and again from the start when they run out."""
     val: str = ""
     """JSONL rows for evaluation; empty: no evaluation."""
     max_bad_rows: NonNegativeInt = 0
-    """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
+    """Malformed rows allowed in a data file; they go to quarantine.jsonl in the run folder."""
     val_samples: PositiveInt = 1
-    """Answers per validation prompt; the k in pass@k."""
+    """Number of answers per validation prompt; the k in pass@k."""
 
     def __post_init__(self) -> None:
         """Refuses to train without a data file. Raises ValueError."""
@@ -120,11 +120,11 @@ class PairData:
     """Rows with two answers, one of which is better."""
 
     train: str = "data/tiny_tools/train_pairs.jsonl"
-    """Preference rows, used in file order, again from the top when they end."""
+    """Preference rows, used in file order, and again from the start when they run out."""
     val: str = ""
     """JSONL rows for evaluation; empty: no evaluation."""
     max_bad_rows: NonNegativeInt = 0
-    """Malformed rows that a data file may hold; they go to quarantine.jsonl in the run folder."""
+    """Malformed rows allowed in a data file; they go to quarantine.jsonl in the run folder."""
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Chat template variables: {"enable_thinking": False}."""
 
@@ -138,9 +138,9 @@ class EngineSettings:
     """The vLLM engines that generate."""
 
     count: PositiveInt = 1
-    """Engines, each with a copy of the policy."""
+    """Number of engines, each with a copy of the policy."""
     tensor_parallel: PositiveInt = 1
-    """GPUs that share one engine's weights; policy.tp is the trainer's number."""
+    """Number of GPUs that share one engine's weights; policy.tp is the trainer's number."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """vLLM's engine arguments by name, merged last into the run's own."""
     verify_sync_every: NonNegativeInt = 0
@@ -169,9 +169,9 @@ class Sampling:
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Sample among tokens at least this likely, relative to the likeliest one."""
     max_model_len: PositiveInt = 65536
-    """Tokens of prompt and response together."""
+    """Maximum number of tokens of prompt and response together."""
     max_response_tokens: PositiveInt = 65536
-    """Longest response; shorter if max_model_len leaves less room."""
+    """Maximum number of tokens of a response; fewer if max_model_len leaves less room."""
     chat_template_kwargs: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"enable_thinking": True}
     )
@@ -256,7 +256,7 @@ class Demand(NamedTuple):
     engines: int = 0
     engine_gpus: int = 1
     share: float = 1.0  # GPU share of a trainer rank or an engine
-    beside: tuple[tuple[int, int], ...] = ()  # (ranks, tp) of each additional network: a teacher
+    beside: tuple[tuple[int, int], ...] = ()  # (ranks, tp) of each teacher
 
 
 # A base class, not a group: these settings are `cfg.seed` and `--seed`, without a group's name.
@@ -269,11 +269,11 @@ class CommonSettings:
     model: str = "models/tiny"
     """Folder of a Hugging Face causal LM (config.json, *.safetensors, tokenizer), or ORG/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
-    """Seeds the trainer and, together with slot and place in the group, each sample."""
+    """Seed of the trainer and, together with slot and place in the group, of each sample."""
     save_period: NonNegativeInt = 100
     """Save and export every N steps, and at the end; 0: only at the end."""
     keep_last: PositiveInt = 2
-    """Checkpoints to keep resumable; older ones keep only the exported model."""
+    """Number of checkpoints to keep resumable; only the exported model of older ones is kept."""
     save_before: NonNegativeInt = 0
     """Save and exit this many seconds before the Slurm job ends; 0: never."""
     val_period: NonNegativeInt = 0
@@ -293,7 +293,7 @@ class CommonSettings:
 
 
 class BatchSize:
-    """Settings that each program with rollouts declares in its Config, because defaults differ."""
+    """Settings that each program with rollouts declares in its Config with its own defaults."""
 
     prompts_per_step: int  # P, prompt groups in a batch
     group_size: int  # G, samples per prompt
@@ -304,15 +304,15 @@ class RunSettings(CommonSettings, BatchSize):
     """The settings of a training run on rollouts."""
 
     steps: PositiveInt = 1000
-    """Batches to train; also the last policy version."""
+    """Number of batches to train; also the last policy version."""
     max_lag: NonNegativeInt = 1
-    """Steps from the policy that starts a group to the policy that trains on it; 0: synchronous."""
+    """Most steps from the policy that starts a group to the one trained on it; 0: synchronous."""
     train_parts: PositiveInt = 1
     """Parts of a step, each trained once its groups are ready and fill a row of each replica."""
     sample_period: NonNegativeInt = 0
-    """Write all tokens and logprobs of every Nth step, for report and --replay; 0: never."""
+    """Write all tokens and logprobs of every Nth step, for report.py and --replay; 0: never."""
     rollout_workers: PositiveInt = 1
-    """Processes that render prompts, run environments and compute advantages."""
+    """Number of processes that render prompts, run environments and compute advantages."""
     gpu_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a GPU that a trainer rank or an engine takes; 0.5: one of each on a GPU."""
     command: tyro.conf.OmitArgPrefixes[Command] = dataclasses.field(default_factory=Command)
@@ -366,9 +366,9 @@ class PairSettings(CommonSettings):
     """The settings of a training run on pairs of answers."""
 
     steps: PositiveInt = 50
-    """Batches to train; also the last policy version."""
+    """Number of batches to train; also the last policy version."""
     pairs_per_step: PositiveInt = 128
-    """Pairs per batch."""
+    """Number of pairs per batch."""
     command: tyro.conf.OmitArgPrefixes[PairCommand] = dataclasses.field(default_factory=PairCommand)
     """The task of the run; by default it trains from the start."""
     data: PairData = dataclasses.field(default_factory=PairData)

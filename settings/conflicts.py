@@ -224,7 +224,7 @@ def of_training(cfg: "TrainingSettings") -> None:
             " expected both or neither"
         )
     if command.eval_only and not cfg.data.val:
-        raise ValueError("eval_only = True and data.val = '': no rows")
+        raise ValueError("eval_only = True and data.val = '': there are no rows to evaluate")
     rows = cfg.row_limits
     longest = max(rows, key=lambda name: rows[name])
     is_masked = cfg.policy.kind == "fsdp" and cfg.policy.attention == "sdpa"

@@ -67,7 +67,7 @@ def check_judge(name: str, judge: dict[str, Any]) -> None:
 
 
 def is_address(url: object) -> bool:
-    """Returns whether a URL can be called; a configuration may give it any type."""
+    """Returns True if a URL can be called; in a configuration it may have any type."""
     return isinstance(url, str) and ADDRESS.fullmatch(url) is not None
 
 

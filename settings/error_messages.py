@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def hint(Config: type, path: str, value: Value = None) -> str:
     """Returns the setting that a dotted name probably means, as the end of an error message.
 
-    A dictionary may be another program's group: then its keys are looked up.
+    A dictionary may be another program's group; in that case its keys are looked up.
     """
     known = flatten(Config())
     by_leaf: dict[str, list[str]] = {}
@@ -85,7 +85,7 @@ def group_of(settings: "DataclassInstance", title: str) -> str:
 def place(path: Path, name: str, leaf: str = "") -> str:
     """Returns `file:line` of the last assignment to a name, or of its `leaf`.
 
-    A name that is inherited from another file has no line here: the path alone is returned.
+    A name that is inherited from another file has no line here; only the path is returned.
     """
     lines = path.read_text().splitlines()
     hits = [i for i, line in enumerate(lines, 1) if re.match(rf"{re.escape(name)}\s*[:=|]", line)]

@@ -48,7 +48,7 @@ def fetched(model: str, weights: bool) -> str:
             why += f"{type(error).__name__}: {error}"
     raise InputError(
         f"model = {model!r}: there is no folder {folder} that holds config.json, and the Hugging "
-        f"Face hub did not give such a model: {' '.join(why.split())}. Without a network, "
+        f"Face hub did not provide such a model: {' '.join(why.split())}. Without a network, "
         f"download it elsewhere (hf download {model}) and set model to the folder"
     )
 

@@ -18,7 +18,7 @@ Value = None | bool | int | float | str | list["Value"] | tuple["Value", ...] | 
 
 
 def is_group(value: "Value | DataclassInstance") -> "TypeGuard[DataclassInstance]":
-    """Returns whether a setting's value is a group of settings."""
+    """Returns True if a setting's value is a group of settings."""
     return dataclasses.is_dataclass(value)
 
 
@@ -95,7 +95,7 @@ def flatten(settings: "DataclassInstance", prefix: str = "") -> dict[str, Value]
 def booleans(
     given: dict[str, Value], usual: "DataclassInstance", prefix: str = ""
 ) -> Iterator[tuple[str, bool]]:
-    """Yields numbers that are given as True or False, which pydantic would take for 1 and 0."""
+    """Yields numbers that are given as True or False, which pydantic would read as 1 or 0."""
     for name, value in given.items():
         default = getattr(usual, str(name), None)
         if isinstance(value, dict) and is_group(default):

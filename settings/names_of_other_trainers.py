@@ -30,7 +30,7 @@ class Name(NamedTuple):
 
     key: str
     program: str
-    setting: str  # "none" if no setting is its counterpart
+    setting: str  # "none" if no setting corresponds to it
     note: str
     page: str
 
@@ -58,11 +58,11 @@ def listed() -> dict[str, list[Name]]:
 
 
 def meaning(key: str, ours: Collection[str]) -> str:
-    """Returns what a key is here, by its own line or that of a parent; "" if no line helps.
+    """Returns what a key is called here, by its own line or a parent's; "" if no line helps.
 
-    A key without a dot may be the last part of one: max_num_steps is grpo.max_num_steps. Below a
-    group that only other programs have, the nearest key is named. Lines whose setting is not among
-    `ours` are left out, because DPO and GRPO have different settings.
+    A key without a dot may be the last part of a key: max_num_steps is grpo.max_num_steps. For an
+    unknown key in a group that only other programs have, the nearest key is named. Lines whose
+    setting is not among `ours` are left out, because DPO and GRPO have different settings.
     """
     known = {*ours, *(name.rpartition(".")[0] for name in ours), "none"}
     pairs = "pairs_per_step" in ours
@@ -132,7 +132,7 @@ def refuse_key(flag: str, key: str, ours: Mapping[str, Value]) -> None:
 
 
 def takes_value(flag: str, ours: Mapping[str, Value]) -> bool:
-    """Returns whether the word after a flag is its value."""
+    """Returns True if the word after a flag is its value."""
     key = key_of(flag)
     default = ours.get(key, ours.get(f"command.{key}"))
     return "=" not in flag and default is not None and not isinstance(default, bool)

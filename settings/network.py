@@ -35,19 +35,19 @@ class PolicySettings:
     kind: Literal["fsdp", "megatron"] = "fsdp"
     """Any dense Hugging Face model under FSDP2, or policy/megatron's families on Megatron-Core."""
     ranks: PositiveInt = 1
-    """Trainer ranks, one process and at most one GPU each."""
+    """Number of trainer ranks, each with one process and at most one GPU."""
     lr: PositiveFloat = 3e-6
-    """AdamW learning rate, at the end of the warm-up."""
+    """AdamW's learning rate at the end of the warm-up."""
     warmup_lr: NonNegativeFloat = 3e-7
     """Learning rate of the first update."""
     warmup_steps: NonNegativeInt = 10
-    """Updates of linear warm-up."""
+    """Number of updates of linear warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning rate after the warm-up; wsd: constant, then linear over wsd_decay_steps."""
     lr_decay_steps: NonNegativeInt = 0
     """First update with rate min_lr, counted from the warm-up's start; unused if constant."""
     wsd_decay_steps: NonNegativeInt = 0
-    """Updates at the end of lr_decay_steps over which a wsd schedule decays."""
+    """Number of updates at the end of lr_decay_steps over which a wsd schedule decays."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the schedule."""
     betas: tuple[Rate, Rate] = (0.9, 0.999)
@@ -57,7 +57,7 @@ class PolicySettings:
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     row_tokens: PositiveInt = 65536
-    """Capacity of a packed row. A longer sample gets its own row; a longer pair is refused."""
+    """Most tokens in a packed row. A longer sample gets its own row; a longer pair is refused."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in backward; auto: if memory is short, and always under Megatron."""
     attention: str = "auto"
@@ -69,17 +69,17 @@ class PolicySettings:
     lora_targets: tuple[str, ...] = ()
     """Linear layers that get an adapter, such as q_proj; empty: all but the head."""
     tp: PositiveInt = 1
-    """Trainer ranks that share every matrix, and the sequence between matrices; Megatron only."""
+    """Number of ranks that share each matrix, and the sequence between matrices; Megatron only."""
     pp: PositiveInt = 1
-    """Pipeline stages of layers; Megatron only."""
+    """Number of pipeline stages; Megatron only."""
     cp: PositiveInt = 1
-    """Trainer ranks that share every sequence; Megatron only."""
+    """Number of ranks that share each sequence; Megatron only."""
     ep: PositiveInt = 1
-    """Trainer ranks that share the experts; they may belong to several replicas. Megatron only."""
+    """Number of ranks that share the experts, possibly across replicas; Megatron only."""
     replay_routing: bool = False
     """Train with the experts that the engine chose for each token (R3); Megatron only."""
     megatron: MegatronSettings = dataclasses.field(default_factory=MegatronSettings)
-    """Further Megatron-Core arguments."""
+    """Additional Megatron-Core arguments."""
 
     @property
     def recomputes(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reads a configuration: a file of assignments, then command-line flags over it."""
+"""Reads a configuration: a file of assignments, overridden by command-line flags."""
 
 import contextlib
 import dataclasses
@@ -56,7 +56,7 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 
     A config file is plain Python assignments to field names; it may `import *` from another one.
     Raises InputError for an unknown or malformed field; tyro exits with a message for bad flags.
-    runtime/startup/preflight.py checks whether a run could start with it.
+    runtime/startup/preflight.py checks whether a run could start with these settings.
     """
     sys.excepthook = end_in_one_line
     path = ROOT / default
@@ -87,7 +87,7 @@ def check_names(Config: type[C], flags: list[str]) -> None:
 def end_in_one_line(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Prints an error as sys.excepthook does; Ctrl-C, which is not an error, takes one line."""
+    """Prints an error as sys.excepthook does; prints one line for Ctrl-C, which is not an error."""
     if issubclass(kind, KeyboardInterrupt):
         print("stopped by Ctrl-C", file=sys.stderr)
     else:
@@ -95,7 +95,7 @@ def end_in_one_line(
 
 
 def overridden(base: C, flags: list[str]) -> C:
-    """Returns `base` with the command-line flags. Raises InputError for a wrong value.
+    """Returns `base` with the command-line flags applied. Raises InputError for a wrong value.
 
     tyro exits with its own message for --help and for flags that it does not know.
     """
@@ -146,8 +146,8 @@ def with_entries(base: C, cfg: C) -> C:
 def with_paths(cfg: C) -> C:
     """Returns `cfg` with absolute paths, because actors have working directories of their own.
 
-    A model on the Hugging Face hub is fetched. Raises InputError if that fails, and for text
-    that no path can hold.
+    A model on the Hugging Face hub is fetched. Raises InputError if that fails, and for text that
+    no path can contain.
     """
     for name, value in flatten(cfg).items():
         if isinstance(value, str):

@@ -443,7 +443,7 @@ def test_a_hub_that_does_not_answer_is_waited_for_with_a_deadline(hub):
         env = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         short = f"hub.HUB_SECONDS = 0.5\n{UNCHECKED}"
         done = load_model(hub, OTHER, before=short, **env)
-        assert "did not give such a model: ReadTimeout: " in done.stderr
+        assert "did not provide such a model: ReadTimeout: " in done.stderr
         done = load_model(hub, SMALL, before=short, **env)
         assert done.stdout.splitlines()[-1].endswith("/0a1b2c"), done.stderr
 
