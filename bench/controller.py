@@ -4,9 +4,9 @@
 
 The real `Run`, `Engines`, `Dispatcher`, `RolloutBuffer`, `plan_step` and `Log` run against actors
 that do nothing and answer after a few milliseconds, in any order. Seconds are CPU seconds of this
-process. They include what the stubs take to make calls and unpickle replies,
-which a separate line gives, but no sleep. Ray's own cost per call is not included, because no Ray
-call is made. If the machine has other work, the first decile of the steps is the most reliable
+process. They include the time that the stubs take to make calls and unpickle replies, which a
+separate line states, but no sleep. Ray's own cost per call is not included, because no Ray call is
+made. If the machine is busy with other work, the first decile of the steps is the most reliable
 figure.
 """
 
@@ -43,7 +43,7 @@ PROMPTS = 256 * TIMES
 ENGINES = 144 * TIMES
 RANKS = 128 * TIMES
 WORKERS = 32 * TIMES
-GOAL = {1: 0.001, 10: 0.01}  # share of a step of 60 s
+GOAL = {1: 0.001, 10: 0.01}  # share of a 60 s step
 SAMPLES = 16
 LONGEST = 65536
 PHASES = {"sync_pause": 0.0, "sync_transfer": 0.0, "sync_resume": 0.0}
@@ -87,7 +87,7 @@ class Stubs:
 
     @classmethod
     def timed(cls, method: Callable) -> Callable:
-        """Returns an actor's method with its seconds counted."""
+        """Wraps an actor's method so that its CPU seconds are counted."""
 
         def call(*args):
             began = time.thread_time()
@@ -149,8 +149,8 @@ class Actor:
 def measure(steps: int) -> tuple[np.ndarray, dict[str, float]]:
     """Measures one run.
 
-    Returns, for each step at the time it is planned, the CPU seconds so far, those of its plan,
-    those of the stubs, and the bytes in memory; also the bytes per step of the files that grow.
+    Returns, for each step at the time it is planned, the CPU seconds so far, those of its plan and
+    of the stubs, and the bytes in memory. Also returns the bytes per step by which files grow.
     """
     marks = []
     plan_step = grpo_async.plan_step
@@ -202,7 +202,7 @@ def main() -> None:
     told = f"{1e3 * quiet / PROMPTS:9.3f} ms a group, {quiet / 60:.3%} of a 60 s step"
     print(f"{'first decile of steps':24}{told}")
     share = (stubs[-1] - stubs[0]) / (seconds[-1] - seconds[0])
-    print(f"{'of it the stubs':24} {1e3 * share * quiet / PROMPTS:8.3f} ms a group, {share:.0%}")
+    print(f"{'of which the stubs':24} {1e3 * share * quiet / PROMPTS:8.3f} ms a group, {share:.0%}")
     print(f"{'last over first':24} {cost[-1] / cost[0]:9.2f}   (linear: 1)")
     share = plans[1:].sum() / (seconds[-1] - seconds[0])
     print(f"{'packing plan':24} {plans.mean():9.4f} s a step, {share:.0%} of the driver")

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GPUS = torch.cuda.device_count()
 DRIVER = 580  # needed by CUDA 13, for which requirements/gpu.txt's torch is built
 FILES = 65536
-KILL_AT = 10  # the step of the run that loses an engine
+KILL_AT = 10  # the step after which an engine is killed
 MISMATCH = 1.02  # largest token_mult_prob_error at lag 0
 SPARE = 256  # MiB by which the memory in use on a GPU may vary
 TINY = ["--prompts_per_step", "4", "--group_size", "4", "--max_lag", "0", "--val_period", "0"]
@@ -94,7 +94,7 @@ class Log:
         return self.path.read_text(errors="replace")
 
     def until(self, done: Callable[[], bool], awaited: str) -> None:
-        """Waits. Raises TimeoutError naming what was awaited."""
+        """Waits until `done` returns True. Raises TimeoutError naming what was awaited."""
         while not done():
             if time.monotonic() > self.ends:
                 raise TimeoutError(f"waited too long for {awaited}")
@@ -135,14 +135,14 @@ def model(log: Log) -> Path:
 
 
 def memory(log: Log) -> list[int]:
-    """Returns MiB in use on each GPU of the machine."""
+    """Returns the MiB in use on each GPU of the machine."""
     units = "--format=csv,noheader,nounits"
     said = log.run("nvidia-smi", "--query-gpu=memory.used", units)
     return [int(text) for text in said.rpartition(units)[2].split()]
 
 
 def given_back(log: Log, before: list[int]) -> bool:
-    """True if no more memory is in use than before; process ids mean nothing in a container."""
+    """Returns True if no more memory is in use than before; in containers, pids mean nothing."""
     return all(now <= then + SPARE for now, then in zip(memory(log), before, strict=True))
 
 
@@ -174,7 +174,7 @@ def agreed(steps: list[dict]) -> str:
 
 
 def serve_again(steps: list[dict], seen: int) -> bool:
-    """True if two more steps than `seen` were trained, and both engines served the last one."""
+    """Returns True if two more steps than `seen` were trained and both engines served the last."""
     return len(steps) >= seen + 2 and steps[-1]["engines"] == 2
 
 
@@ -183,7 +183,7 @@ def serve_again(steps: list[dict], seen: int) -> bool:
 
 @line(gpus=0, seconds=60)
 def limits(log: Log) -> str:
-    """Open files, and the libraries."""
+    """Checks the limit on open files, and imports the libraries."""
     log.run(sys.executable, "-c", "import vllm, ray, torch; print(vllm.__version__)")
     import resource
 
@@ -195,7 +195,7 @@ def limits(log: Log) -> str:
 
 @line(gpus=1, seconds=60)
 def driver(log: Log) -> str:
-    """Driver and topology."""
+    """Checks the driver, and logs the topology."""
     log.run("nvidia-smi", "topo", "-m")
     query = "--query-gpu=driver_version,name"
     said = log.run("nvidia-smi", query, "--format=csv,noheader").splitlines()[-1]
@@ -206,7 +206,7 @@ def driver(log: Log) -> str:
 
 @line(gpus=0, seconds=60)
 def matmul(log: Log) -> str:
-    """The head's products of bf16 numbers, against float64."""
+    """Compares the head's products of bf16 numbers with float64."""
     from policy.logprobs import matmul as product
 
     device = "cuda" if GPUS else "cpu"
@@ -220,7 +220,7 @@ def matmul(log: Log) -> str:
 
 @line(gpus=0, seconds=300)
 def logprobs(log: Log) -> str:
-    """Memory and time of the head against full logits, and of Liger's head if it is installed."""
+    """Measures the head against full logits, and Liger's head if it is installed."""
     sizes = () if GPUS else ("--tokens", 512, "--vocab", 16384, "--hidden", 64, "--chunk", 64)
     said = log.run(sys.executable, "bench/logprob_memory.py", *sizes).splitlines()
     found = {word: text.split()[-2:] for text in said if (word := text[:10].strip())}
@@ -231,7 +231,7 @@ def logprobs(log: Log) -> str:
 
 @line(gpus=0, seconds=1800)
 def trainer(log: Log) -> str:
-    """Speed and memory of the trainer, attention by attention."""
+    """Measures the trainer's speed and memory with each kind of attention."""
     said = log.run(sys.executable, "bench/gpu_trainer.py", "auto", "sdpa").splitlines()
     peak = next(text for text in said if "matmul " in text)
     rows = [text.split() for text in said if re.search(r"( +([\d.,]+|nan)){9}$", text)]
@@ -244,13 +244,13 @@ def trainer(log: Log) -> str:
 
 @line(gpus=0, seconds=900)
 def decode(log: Log) -> str:
-    """An engine's tokens per second, against the dry run."""
+    """Compares an engine's tokens per second with the dry run's."""
     return log.run(sys.executable, "bench/gpu_decode.py", model(log)).splitlines()[-1]
 
 
 @line(gpus=0, seconds=900)
 def experts(log: Log) -> str:
-    """An update of many tensors, a real engine's experts: by vLLM's loaders, and copied."""
+    """Measures an update of a real engine's many experts: by vLLM's loaders, and copied."""
     sizes = () if GPUS else (8, 2)
     said = log.run(sys.executable, "bench/reload.py", *sizes).splitlines()
     rows = [text.split() for text in said[-2:]]
@@ -259,26 +259,26 @@ def experts(log: Log) -> str:
 
 @line(gpus=0, seconds=600)
 def nemotron_h(log: Log) -> str:
-    """Bf16 checkpoints of Nemotron-H, by Megatron if its kernels are installed."""
+    """Checks bf16 checkpoints of Nemotron-H, by Megatron if its kernels are installed."""
     return log.run(sys.executable, "bench/nemotron_h.py").splitlines()[-1]
 
 
 @line(gpus=0, seconds=900)
 def one_gpu(log: Log) -> str:
-    """Engine and trainer share a GPU; weights travel through gloo, verified."""
+    """Trains with one GPU for engine and trainer; verified weights travel through gloo."""
     share = ("--gpu_share", 0.5, "--engine.args", '{"gpu_memory_utilization": 0.4}')
     return trained(log, 5, *(share if GPUS else ()))
 
 
 @line(gpus=2, seconds=900)
 def two_gpus(log: Log) -> str:
-    """Weights travel through NCCL, verified."""
+    """Trains with two GPUs; verified weights travel through NCCL."""
     return trained(log, 5, "--gpu_share", 1)
 
 
 @line(gpus=2, seconds=900)
 def drafts(log: Log) -> str:
-    """An engine drafts: its samples are the policy's, and the answers repeat themselves."""
+    """Trains with drafts: samples are still the policy's, and the answers repeat themselves."""
     looked_up = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     args = json.dumps({"speculative_config": looked_up})
     said = trained(log, 5, "--gpu_share", 1, "--engine.args", args)
@@ -288,19 +288,19 @@ def drafts(log: Log) -> str:
 
 @line(gpus=2, seconds=900)
 def truncated(log: Log) -> str:
-    """An engine samples with top_p; the trainer normalises over the tokens that it chose among."""
+    """Trains with top_p: the trainer normalises over the tokens that the engine chose among."""
     return trained(log, 5, "--gpu_share", 1, "--sampling.top_p", 0.95)
 
 
 @line(gpus=4, seconds=900)
 def four_gpus(log: Log) -> str:
-    """An engine of tensor_parallel 2 and two trainer ranks."""
+    """Trains with an engine of tensor_parallel 2 and with two trainer ranks."""
     return trained(log, 5, "--gpu_share", 1, "--engine.tensor_parallel", 2, "--policy.ranks", 2)
 
 
 @line(gpus=3, seconds=1800)
 def killed_engine(log: Log) -> str:
-    """One of two engines is killed: the run repairs it, and nothing of it stays on a GPU."""
+    """Kills one of two engines: the run replaces it, and nothing of it stays on a GPU."""
     before = memory(log)
     with log.program(*log.command(10_000, "--gpu_share", 1, "--engine.count", 2)) as running:
 

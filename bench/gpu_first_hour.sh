@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks a machine with GPUs before a long run: one table, a line passes, fails or is skipped.
+# Checks a machine with GPUs before a long run; each line of the table passes, fails or is skipped.
 #   bash bench/gpu_first_hour.sh [FOLDER]      logs and runs go there; default: first_hour
 # Exit status: 0 if all lines passed, 1 if one failed, else 2: one was skipped.
 set -euo pipefail
@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-first_hour}
 log=$folder/install.log
 mkdir -p "$folder"
-# A .venv for CPUs would let every line skip what a GPU is for: setup.sh refuses it.
+# With a .venv for CPUs, each line would skip its GPU part; setup.sh refuses such a .venv.
 if timeout 60 nvidia-smi -L >/dev/null 2>&1; then export DEVICE=gpu; fi
 if timeout -k 10 1800 bash launch/setup.sh >"$log" 2>&1; then
     verdict=pass said=".venv is up to date"

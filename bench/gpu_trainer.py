@@ -93,7 +93,7 @@ def full_logits(model, row: random_rows.Row) -> torch.Tensor:
 
 
 class RandomPolicy(FSDPPolicy):
-    """Creates a policy without a checkpoint."""
+    """A policy with random weights, which needs no checkpoint."""
 
     def _read(self) -> None:
         self.model.to_empty(device=DEVICE)
@@ -102,7 +102,7 @@ class RandomPolicy(FSDPPolicy):
 
 
 def measure(name: str, config, tokens: int, attention: str, ceiling: float) -> None:
-    """Prints the line of one model and row length."""
+    """Prints the line for one model and row length."""
     # In place of PolicySettings, which needs pydantic.
     rates = {"lr": 1e-6, "warmup_lr": 1e-6, "warmup_steps": 0, "weight_decay": 0.0}
     rates |= {"lr_schedule": "constant", "min_lr": 0.0, "betas": (0.9, 0.999)}

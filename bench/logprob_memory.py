@@ -64,7 +64,7 @@ def peak_bytes(device: str) -> int:
 
 
 def measure(method: str, tokens: int, vocab: int, hidden: int, chunk: int) -> dict:
-    """Measures peak bytes above the inputs, seconds, and two sums to compare the methods by."""
+    """Measures peak bytes above the inputs, seconds, and two sums for comparing the methods."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)

@@ -81,7 +81,8 @@ def make_groups(policy: Policy, agreeing: int, cfg: Config) -> list[Group]:
             made = Sample(tokens_T, mask_T, 0.0 * tokens_T, mask_T - 1, flaw_T, truncated=False)
             made.advantage = float(advantage)
             (logp_T,) = policy.logprobs([pack([made], Update(1, 1, []), cfg)])
-            # The engine is off by 1 nat at each token of one sequence, by 2 at 1 % of the others.
+            # The engine is off by 1 nat at each token of one sequence, and by 2 at 1 % of the
+            # others.
             gap_T = random.normal(0, 0.02, length) + 2 * (random.random(length) < 0.01)
             made.engine_logp_T = logp_T.numpy() - (gap_T if samples or g else 1.0)
             samples.append(made)
@@ -98,7 +99,7 @@ def packed(groups: list[Group], cfg: Config) -> tuple[Update, list[Batch]]:
 
 
 def flat(tensors: Iterable[DTensor]) -> Tensor:
-    """Copies sharded tensors, end to end."""
+    """Copies the local shards of tensors, joined end to end."""
     return torch.cat([tensor.detach().to_local().flatten() for tensor in tensors])
 
 

@@ -4,7 +4,7 @@
 
 Both runs train with a learning rate of zero, so that every step does the same work. The synchronous
 run shows how long each side takes alone; the asynchronous run's efficiency is the longer of the two
-times over its time per step.
+times divided by its time per step.
 """
 
 import json

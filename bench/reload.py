@@ -38,7 +38,7 @@ UPDATES = 32
 
 
 class Measured(WeightReceiver):
-    """A receiver whose network brings one policy again and again."""
+    """A receiver to which the same policy arrives again and again."""
 
     def meet(self, folder: str) -> int:
         """Takes the policy from a checkpoint; returns how many tensors it has."""

@@ -50,8 +50,8 @@ WORTH = 0.95  # share of a step's time: a change that leaves more than this is n
 BIG = 60e9  # parameters: models this large belong to the recipe's stages
 AGENT = "swe2"  # part of the name of a configuration whose answers are an agent's episodes
 USUAL = {"turns": 1, "tool": 0.0, "judge": 0.0}
-# Assumed for agent episodes: the number of answers, and the seconds that a command takes, and a
-# fresh box with its tests.
+# Assumed for agent episodes: the number of answers, and the seconds that a command and a fresh box
+# with its tests take.
 AGENTS = {"turns": 50, "tool": 5.0, "judge": 120.0}
 MTP = 1.5  # assumed if drafts are tried: tokens per step of a nearly empty engine
 
@@ -69,10 +69,10 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("config", nargs="?", default="configs/rlvr1.py", help="a file of overrides")
     add("--steps", type=int, default=STEPS, help="steps to simulate")
     faults = "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
-    add("--faults", default="", metavar="KIND=N", help=f"N of a kind per hour, in a run ({faults})")
-    add("--mean", type=float, default=0, help="tokens of a response (a quarter of the longest)")
-    add("--spread", type=float, default=1.0, help="spread of the logarithm of its tokens")
-    add("--lengths", default="", metavar="FILE", help="a rollouts.jsonl whose lengths are drawn")
+    add("--faults", default="", metavar="KIND=N", help=f"N faults of a kind per hour ({faults})")
+    add("--mean", type=float, default=0, help="a response's mean tokens (a quarter of the longest)")
+    add("--spread", type=float, default=1.0, help="spread of the logarithm of a response's tokens")
+    add("--lengths", default="", metavar="FILE", help="rollouts.jsonl from which lengths are drawn")
     add("--prompt", type=int, default=1000, help="tokens of a prompt")
     add("--turns", type=int, help="turns into which a response is cut (1; SWE 2: 50)")
     add("--tool", type=float, help="seconds per tool call between two turns (0; SWE 2: 5)")
@@ -82,7 +82,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--mfu", type=float, default=pace.MFU, help="share of their peak that trainers reach")
     add("--drafts", type=float, default=1, help="tokens per engine step in the tail, by MTP")
     add("--table", default="", metavar="FILE", help="JSON: [[batch, context, seconds], ...]")
-    add("--page", default="", metavar="FILE", help="a picture of some steps (.html)")
+    add("--page", default="", metavar="FILE", help="page (.html) with a picture of some steps")
     add("--splits", type=int, default=0, help="try this many splits of the same GPUs")
     known = "compare with closed forms, with real runs on this machine (minutes), or with both"
     kinds = ("forms", "runs", "all")
@@ -98,10 +98,10 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @contextlib.contextmanager
 def with_model(cfg: Config) -> Iterator[Config]:
-    """Yields `cfg` with a model folder that has config.json.
+    """Yields `cfg` with a model folder that contains config.json.
 
-    If its own has none, the folder holds the one of Nemotron 3 Super or Nano, chosen by the
-    model's name.
+    If its own folder has none, the folder contains that of Nemotron 3 Super or Nano, chosen by the
+    configuration's name.
     """
     if (Path(cfg.model) / "config.json").is_file():
         yield cfg
@@ -143,7 +143,7 @@ def check(given: argparse.Namespace) -> None:
         if not low <= value < math.inf:
             raise InputError(f"--{name} {value}: expected at least {low}")
     if given.page and not Path(given.page).parent.is_dir():
-        raise InputError(f"--page {given.page}: {Path(given.page).parent} is no folder")
+        raise InputError(f"--page {given.page}: {Path(given.page).parent} is not a folder")
 
 
 def work_of(cfg: Config, given: argparse.Namespace, model: Model) -> Workload:
@@ -161,7 +161,7 @@ def work_of(cfg: Config, given: argparse.Namespace, model: Model) -> Workload:
 
 
 class Plan:
-    """A configuration and all that is assumed about its world."""
+    """A configuration and everything that is assumed about its world."""
 
     def __init__(self, cfg: Config, given: argparse.Namespace):
         self.cfg = cfg
@@ -178,7 +178,7 @@ class Plan:
         return world.run(cfg, hardware, self.work, Faults.read(given.faults), picture)
 
     def changes(self, found: Findings) -> dict[str, Config]:
-        """Returns changes that may relieve what binds, by the text to print."""
+        """Returns changes that may relieve what binds, by the text that names them."""
         cfg, engine = self.cfg, self.cfg.engine
         lag = cfg.max_lag + 1
         every = {f"max_lag = {lag}": dataclasses.replace(cfg, max_lag=lag)}
@@ -311,7 +311,7 @@ def main() -> None:
             print(f"  episodes: {each}")
         if cfg.model != named.model:
             shape = "Nemotron 3 " + ("Nano" if "nano" in Path(cfg.model).name else "Super")
-            print(f"  {named.model} is not here: this is the shape of {shape}")
+            print(f"  {named.model} is missing here; the shape is that of {shape}")
         wrong = findings.conserved(trace)
         print("\n".join(f"WRONG: {problem}" for problem in wrong[:5]), end="\n" * bool(wrong))
         for problem in plan.unfit(cfg):

@@ -3,10 +3,10 @@
     python bench/sync.py [UPDATES] [--flag value ...]
     python bench/sync.py traffic [RANKS [MATES [WORKERS]]] [--flag value ...]
 
-One engine and one trainer, in a process each, use the tiny model; streams run all the time.
+One engine and one trainer, each in its own process, use the tiny model; streams run all the time.
 Printed: the phases of an update, tokens not generated because of it (from pairs of windows of equal
-length, with and without an update), requests lost, prompts prefilled twice, and how time and memory
-of the last updates compare with the first.
+length, with and without an update), requests lost, prompts prefilled twice, and how the time and
+memory of the last updates compare with those of the first.
 
 `traffic` counts what each process receives in one update, against the minimum: RANKS trainer ranks
 (4), MATES of them in the group next to rank 0 (0), and engine WORKERS (2) that load nothing.
@@ -162,7 +162,7 @@ async def main() -> None:
     rows = []
     for version in range(1, updates + 1):
         undisturbed, _ = await window(asyncio.sleep(0))
-        await call("stage")  # as a training step ends
+        await call("stage")  # as at the end of a training step
         disturbed, row = await window(update(version))
         rows.append(row | {"undisturbed": undisturbed, "lost": undisturbed - disturbed})
     load.running = False
@@ -173,7 +173,7 @@ async def main() -> None:
 
 
 def report(rows: list[dict], step_tokens: int, load: Load) -> None:
-    """Prints phases, tokens, requests, and how the last updates compare with the first."""
+    """Prints phases, tokens, requests, and how the last updates compare with the first ones."""
     tenth = max(1, len(rows) // 10)
     first = rows[tenth : 2 * tenth] or rows  # the very first ones fill caches
     last = rows[-tenth:]
@@ -228,7 +228,7 @@ class Gathers(TorchDispatchMode):
 
 
 def of_trainer(pipe: Connection, cfg: "Config", rank: int, senders: int, world: int) -> None:
-    """Runs a trainer rank that sends one update; `pipe` brings addresses and takes its counts."""
+    """Runs a trainer rank that sends one update; gets addresses and returns counts by `pipe`."""
     from grpo_async import Trainer
 
     made = Trainer(cfg)
@@ -248,7 +248,7 @@ def of_trainer(pipe: Connection, cfg: "Config", rank: int, senders: int, world: 
 
 
 def of_worker(pipe: Connection, meeting: tuple[bytes, str, int], rank: int, world: int) -> None:
-    """Runs a worker of an engine that receives one update and throws it away."""
+    """Runs a worker of an engine that receives one update and discards it."""
     receiver = WeightReceiver()
     receiver.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     receiver.join_sync_group(*meeting, rank, world)

@@ -60,7 +60,7 @@ timeouts = {{"start": 180.0, "rollout": 120.0, "train": 120.0, "sync": 60.0}}
 
 
 def sums(seed: int) -> Iterator[tuple[int, int]]:
-    """Yields pairs of numbers of three digits, without end."""
+    """Yields pairs of three-digit numbers, endlessly."""
     dice = random.Random(seed)
     while True:
         yield dice.randint(100, 999), dice.randint(100, 999)
@@ -82,7 +82,7 @@ def copied(text: str, dice: random.Random) -> str:
 
 
 def demonstration(a: int, b: int, dice: random.Random) -> list[str]:
-    """Yields conversations: the texts of others and of the teacher, in turn."""
+    """Returns a conversation: the texts of the others and of the teacher, in turn."""
     if dice.random() < GUESS:
         return [f"<user>{a}+{b}<assistant>", f"\\boxed{{{dice.randint(200, 1998)}}}<eos>"]
     code = copied(f"{a}+{b}", dice)

@@ -2,10 +2,10 @@
 
     python bench/verifiers.py [NAME ...]
 
-Judges known answers again and again for SECONDS on one core, children included: those of
-../shared/data or, without it, the part of them in tests/data. "bare" calls the check of
-envs/NAME.py in this process: no child, no deadline. "blocks" is the longest time that the event
-loop stood still while answers of 1 MB were judged.
+Judges known answers again and again for SECONDS on one core, children included. They are in
+../shared/data or, without it, partly in tests/data. "bare" calls the check of envs/NAME.py in this
+process: no child, no deadline. "blocks" is the longest time that the event loop stood still while
+answers of 1 MB were judged.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ async def verify(case: Case) -> Reward:
 
 
 def bare(agent: str) -> Callable[[Case], Awaitable[Reward]] | None:
-    """Returns a judge with its checks in this process; None if the agent has no checks."""
+    """Returns a judge that runs its checks in this process; None if the agent has no checks."""
     module = registry.environment(agent)
     own = {name: value for name, value in vars(module).items() if isinstance(value, Checkers)}
     if not own:

@@ -9,7 +9,7 @@ so that the work stays the same, and ours trains on samples whose advantage is z
 
 Ours runs as shipped, in a copy of this folder with one more environment. TRL gets its own virtual
 environment ($BENCH_VENV or .venv-bench), which this script creates from requirements/bench.txt.
-Its settings are tried for some steps each; the fastest one is measured between two runs of ours.
+Each of its settings is tried for some steps; the fastest one is measured between two runs of ours.
 """
 
 import json
@@ -154,7 +154,7 @@ def install_trl() -> None:
 def train_trl(steps: int, settings: dict) -> None:
     """Runs in TRL's interpreter, and writes trl.json.
 
-    It holds the times at which steps ended, the generation times and the lengths.
+    The file contains the times at which steps ended, the generation times and the lengths.
     """
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

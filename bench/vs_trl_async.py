@@ -131,7 +131,8 @@ class Paced(LogitsProcessor):
     def draw(self, params, prompt: list[int], output: list[int]) -> tuple[int, list[int]] | None:
         """Returns the length of a new request's answer, and the list that will hold its tokens.
 
-        None for the probe by which our driver compares engines and trainer: it has to stay as is.
+        Returns None for the probe by which our driver compares engines and trainer, because it must
+        not be changed.
         """
         if params.ignore_eos:
             return None
@@ -340,7 +341,7 @@ def train_ours(job: dict) -> None:
 
 
 def measure(folder: Path, side: str, **job) -> dict:
-    """Measures a run of one side, without its first steps, and its last, which generate little."""
+    """Measures a run of one side, except its first steps and its last, which generate little."""
     skipped = 3 + job["lag"]
     job = {"seconds": TRAIN, "faults": False, "parts": 1} | job
     job["steps"] = skipped + STEPS + job["lag"] + 2
@@ -436,7 +437,7 @@ def main() -> None:
                 fault = {"lag": 1, "url": url, "inflight": SEATS, "faults": True}
                 result = measure(folder, side, **fault)
                 show(f"{name}, lag 1, with faults", [result])
-                notes.append(f"{name}, where a request and then a reward fails: {result['note']}")
+                notes.append(f"{name}, if a request and then a reward fails: {result['note']}")
     print("\n".join(["", *notes]))
 
 

@@ -75,7 +75,7 @@ def forget_peak() -> None:
 
 
 def resident(what: str) -> float:
-    """Returns MiB of this process: VmRSS now, VmHWM at most."""
+    """Returns this process's memory in MiB: VmRSS is the current value, VmHWM the peak."""
     (line,) = re.findall(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(line) / 1024
 

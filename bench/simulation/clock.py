@@ -19,7 +19,7 @@ MOMENT = 1e-6
 
 
 class Stuck(RuntimeError):
-    """All tasks wait, and no event is left that could wake one."""
+    """Raised if all tasks wait and no event is left that could wake one."""
 
 
 class VirtualSelector:
@@ -29,7 +29,7 @@ class VirtualSelector:
         self.now = 0.0
 
     def select(self, timeout: float | None) -> list:
-        """Passes that many seconds. Raises Stuck if nothing will ever be due."""
+        """Advances the clock by `timeout`. Raises Stuck if nothing will ever be due."""
         if timeout is None:
             raise Stuck(f"after {self.now:.0f} s all tasks wait and nothing is due")
         self.now += max(timeout, 0.0)
@@ -63,7 +63,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Calls a function at once, in no virtual time: a thread would not hold the clock."""
+        """Calls a function at once, in no virtual time: the clock would not wait for a thread."""
         future = self.create_future()
         try:
             future.set_result(func(*args))

@@ -13,7 +13,7 @@ KINDS = {
     "engine": "an engine dies",
     "hang": "an engine neither works nor answers",
     "worker": "a rollout worker dies, with the drafts that it has",
-    "judge": "all judges are away, for the seconds after the x: judge=0.5x600",
+    "judge": "all judges are away for the seconds after the x: judge=0.5x600",
 }
 
 LOOK = 0.01  # seconds between two checks of the engines' version
@@ -58,7 +58,7 @@ class Faults:
         return cls(rates, outage)
 
     def start(self, stage: Stage) -> list[asyncio.Task]:
-        """Returns tasks that strike until they are cancelled."""
+        """Returns tasks that cause faults until they are cancelled."""
         repeated = [self._repeat(stage, kind, rate) for kind, rate in self.rates.items() if rate]
         return [
             asyncio.create_task(task)
@@ -87,7 +87,7 @@ class Faults:
 
 
 async def once(stage: Stage, due: Strike) -> None:
-    """Kills the engine that `due` means."""
+    """Kills the engine for which `due` was recorded."""
     while not any(engine.version >= due.version for engine in stage.engines):
         await asyncio.sleep(LOOK)
     await asyncio.sleep(due.seconds)

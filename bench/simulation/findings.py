@@ -18,7 +18,7 @@ from bench.simulation.world import Step, Trace
 
 
 class Longest(NamedTuple):
-    """The groups of a step that took longest, on average over the steps."""
+    """The slowest group of each step, averaged over the steps."""
 
     seconds: float
     queued: float  # the part of `seconds` until the group had a place in its engine
@@ -56,7 +56,8 @@ class Findings(NamedTuple):
 def window(trace: Trace) -> list[Step]:
     """Returns the steps to evaluate: full and not draining, a multiple of max_lag + 1.
 
-    Steps come in waves of max_lag + 1, so any other number of them gives too much or too little.
+    Steps come in waves of max_lag + 1, so the mean over any other number of steps would be too high
+    or too low.
     """
     cycle = trace.cfg.max_lag + 1
     steps = trace.steps
@@ -66,7 +67,7 @@ def window(trace: Trace) -> list[Step]:
 
 
 def fewest(lag: int) -> int:
-    """Returns how many steps that max_lag needs: the first, a wave that counts, one that drains."""
+    """Returns the steps that a max_lag needs: the first, a wave that counts, one that drains."""
     return 2 * lag + 3
 
 

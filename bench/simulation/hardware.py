@@ -1,4 +1,4 @@
-"""Computes the seconds of tokens, batches, updates and starts, by dry_run/pace.py or a table."""
+"""Computes how long tokens, batches, updates and starts take, by dry_run/pace.py or a table."""
 
 import dataclasses
 import functools
@@ -70,7 +70,7 @@ class Hardware:
 
 
 class Modelled(Hardware):
-    """A model on GPUs, as the dry run estimates. `drafts`: tokens per engine step in the tail."""
+    """A model on GPUs, as in the dry run. `drafts` is the tokens per engine step in the tail."""
 
     def __init__(self, model: Model, cfg: "Config", gpu: Gpu, drafts: float = 1.0):
         tp = cfg.engine.tensor_parallel
@@ -101,7 +101,7 @@ class Modelled(Hardware):
         self._of_trainer(model, cfg, gpu)
 
     def decode(self, batch: int, context: float) -> float:
-        """Returns pace.decode_seconds, and keeps what does not change between calls."""
+        """Returns pace.decode_seconds, and caches what does not change between calls."""
         memory, matmuls = self.step(batch)
         seconds = pace.LAUNCH_S + max(memory + context * self.slope, matmuls)
         return seconds / self.drafts if batch <= TAIL else seconds

@@ -1,6 +1,7 @@
 """Slows a real engine on a small machine down to a set speed, and logs when it worked.
 
-vLLM loads `Paced` by name (engine.args: logits_processors). `additional_config` has its settings.
+vLLM loads `Paced` by name (engine.args: logits_processors). Its settings are in
+`additional_config`.
 """
 
 import itertools
@@ -20,7 +21,7 @@ LEAD = 0.02  # CPU seconds that an engine step may need without becoming longer
 
 
 class Paced(LogitsProcessor):
-    """A processor that changes no logit; a step takes `base` seconds, and `each` per sequence.
+    """A processor that changes no logit; a step takes `base` seconds plus `each` per sequence.
 
     Each step is a line in engine-PID.log in `folder`: when vLLM began it, until when it slept, how
     many sequences it has, and how many of them the step before had.

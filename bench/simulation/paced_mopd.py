@@ -12,7 +12,7 @@ import mopd  # noqa: E402
 from grpo_async import Trained  # noqa: E402
 from rollout.episode import Sample  # noqa: E402
 
-TOKEN = 2e-3  # seconds of training or of scoring; on one core, either takes less than half of that
+TOKEN = 2e-3  # seconds to train or score a token; on one core, either takes less than half of that
 
 
 def tokens_of(rows: list, groups: tuple[list[Sample], ...]) -> int:

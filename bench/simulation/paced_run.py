@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import grpo_async  # noqa: E402
 
-TOKEN = 1e-3  # seconds of training; on one core, it takes less than half of that
+TOKEN = 1e-3  # seconds to train a token; on one core, it takes less than half of that
 
 
 class Trainer(grpo_async.Trainer):

@@ -9,7 +9,7 @@ from bench.simulation.findings import Findings, seconds, slowest, table
 from bench.simulation.world import Step, Trace
 
 SHOWN = 24  # engines in the picture, spread evenly over all
-BINS = 400  # parts of the time that it shows
+BINS = 400  # parts into which the shown time is divided
 TEMPLATE = Path(__file__).parent / "page.html"
 REPORT = Path(__file__).parents[2] / "runtime/reporting/report_page.html"  # shares its look
 

@@ -43,7 +43,7 @@ ROWS = {1: 512, P: 256}  # tokens per row, by parts per step: few, so that a par
 KILLED = (6, 22)  # the step after which an engine is killed, and the steps in all
 DELAY = 0.5  # seconds from the end of that step
 LATE = 0.1  # share by which engine steps may be late: beyond it other work is measured
-SMALL = 0.05  # share of a step: shorter waits are a few moments
+SMALL = 0.05  # share of a step: shorter waits are not compared
 
 
 class Beat(NamedTuple):
@@ -207,7 +207,7 @@ def start_seconds(run: Run, update: float) -> float:
 
 
 def call_seconds(step: dict) -> float:
-    """Returns the seconds of a step besides waiting, training and weight updates."""
+    """Returns the seconds of a step other than waiting, training and weight updates."""
     known = step["wait_for_rollouts"] + step["train_seconds"] + update_seconds(step)
     return step["step_seconds"] - known
 
@@ -320,7 +320,7 @@ def strike(run: Run) -> Strike:
 def compared(run: Run, trace: Trace) -> list[Pair]:
     """Returns means over the steps between filling and draining, in seconds per step.
 
-    Waits that take less than `SMALL` of a step are left out.
+    Waits shorter than `SMALL` of a step are left out.
     """
     found = findings.find(trace)
     window = measured_window(run, trace)
@@ -338,7 +338,7 @@ def compared(run: Run, trace: Trace) -> list[Pair]:
 
 
 def each_step(run: Run, trace: Trace) -> list[Pair]:
-    """Returns the same steps, one by one."""
+    """Returns the same comparison for each single step."""
     ends = [trace.began, *(step.ended for step in trace.steps)]
     numbers = [step["step"] for step in measured_window(run, trace)]
     return [
@@ -370,7 +370,7 @@ def told(hardware: Costs) -> str:
 def table(folder: Path) -> Iterator[str]:
     """Executes all runs below a folder; yields the lines to print, as they come."""
     if torch.cuda.is_available():
-        yield "real runs: none, for they need a machine without a GPU, and vLLM's build for CPUs"
+        yield "real runs: none, because they need a machine without a GPU, and vLLM's CPU build"
         return
     make_inputs(folder)
     hardware = costs(measure(configured(folder, "costs", Job(0), 2)))
@@ -389,7 +389,7 @@ def table(folder: Path) -> Iterator[str]:
             yield f"  NOT VALID: other work on this machine made engine steps {late:.0%} longer"
         if run.killed:
             start = start_seconds(run, hardware.sync)
-            yield f"  given of this run: a new engine needs {start:.0f} s until it gets weights"
+            yield f"  taken from this run: a new engine needs {start:.0f} s until it gets weights"
         pairs += found
         steps_alone += each_step(run, trace)
     alone = statistics.median(pair.error for pair in steps_alone)

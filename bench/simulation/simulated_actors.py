@@ -29,7 +29,7 @@ HEALTHY = Report({}, Counter())
 
 
 class Lost(Exception):
-    """An actor has died."""
+    """Raised if an actor has died."""
 
 
 class Answer(asyncio.Future):
@@ -47,7 +47,7 @@ class Answer(asyncio.Future):
             return
         if isinstance(value, Exception):
             self.set_exception(value)
-            self.exception()  # marks it as fetched
+            self.exception()  # marks it as retrieved
         else:
             self.set_result(value)
 
@@ -95,7 +95,7 @@ class Stage:
         self.workers: list[WorkerActor] = []
         self.teachers: list[TeacherActor] = []
         self.transfer: Transfer | None = None
-        self.traced = False  # whether engines keep their history
+        self.traced = False  # True while engines keep their history
         self.histories: dict[int, list[tuple[float, int]]] = {}  # histories of engines, by place
         self.spans: list[Span] = []  # groups that were rolled out
         self.trainings: list[Training] = []
@@ -248,7 +248,7 @@ class Transfer:
             send.give(0)
 
     def lose(self, engine: EngineActor) -> None:
-        """Loses a member: what was under way never arrives."""
+        """Loses a member: what is being sent never arrives."""
         if engine in self.members:
             self.end.cancel()
 
@@ -504,12 +504,12 @@ class Rollout:
         self.ask(draft, shared)
 
     def ask(self, draft: float, shared: int) -> None:
-        """Asks the engine to continue this turn from a draft; it has read `shared` tokens."""
+        """Asks the engine to continue this turn from a draft; `shared` tokens are already read."""
         work = self.group.stage.workload
         engine = self.group.engine
         end = self.total * (self.turn + 1) / work.turns
         context = work.prompt + int(draft)
-        if end - draft < 1e-9:  # an engine that was lost had written it all
+        if end - draft < 1e-9:  # a lost engine had written all of it
             self.group.stage.loop.call_soon(self.turn_done)
             return
         self.asked = self.group.stage.loop.time()
@@ -577,7 +577,7 @@ class Rollout:
         return max(0.0, written - since / speed) if speed else written
 
     def stop(self) -> None:
-        """Stops its engine from writing more of it."""
+        """Makes its engine stop writing it."""
         self.is_over = True
         if self.sequence and not self.group.engine.error:
             self.group.engine.engine.drop(self.sequence)

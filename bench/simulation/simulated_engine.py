@@ -1,7 +1,7 @@
 """Simulates an engine on virtual time: all running sequences get a token at each of its steps.
 
-Between two moments at which a sequence comes or goes, a step's seconds depend on how many there
-are and on the tokens that they have; the next end is known, and nothing happens before it.
+Between two moments at which a sequence starts or ends, the seconds of a step depend on the number
+of sequences and on their tokens. The next end is known, and nothing happens before it.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Engine:
         self.plan_soon()
 
     def drop(self, sequence: Sequence) -> None:
-        """Drops a sequence that is not needed any more."""
+        """Drops a sequence that is no longer needed."""
         self.settle()
         if sequence.is_running:
             self._take_out(sequence)
@@ -88,13 +88,13 @@ class Engine:
         self.plan_soon()
 
     def plan_soon(self) -> None:
-        """Plans once, after all that happens at this moment."""
+        """Plans once, after everything that happens at this moment."""
         if not self.is_planned:
             self.is_planned = True
             self.loop.call_soon(self.plan)
 
     def settle(self) -> None:
-        """Brings the counts to now."""
+        """Updates the counts to the current time."""
         now = self.loop.time()
         seconds = now - self.since
         if seconds <= 0:
@@ -113,7 +113,7 @@ class Engine:
         self.since = now
 
     def plan(self) -> None:
-        """Ends what has ended, starts what there is room for, and looks ahead to the next end."""
+        """Removes finished sequences, starts those that fit, and looks ahead to the next end."""
         self.is_planned = False
         self.settle()
         if self.timer:

@@ -1,6 +1,6 @@
 """Validates the simulation against closed forms and a published ratio.
 
-Each line has what was simulated, what was expected, and how far they are apart.
+Each line gives the simulated value, the expected value, and how far they are apart.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def bounds() -> list[Check]:
 
 
 def too_early(trace: Trace) -> int:
-    """Counts groups whose step ended before them and its update, from the version they need."""
+    """Counts groups that, with an update, take longer than their step took since their version."""
     ends = [trace.began, *(step.ended for step in trace.steps)]
     lag = trace.cfg.max_lag
     count = 0
@@ -113,7 +113,7 @@ def one_off() -> Check:
     """Compares one step off-policy with taking turns on the same GPUs.
 
     Taking turns, all 32 GPUs generate and then all train; switching is free. NeMo-RL's trainers are
-    Megatron's with ep 8 and pp 2; here they are taken to lose nothing to the pipeline.
+    Megatron's with ep 8 and pp 2; here they are assumed to lose nothing to the pipeline.
     """
     sizes_of = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144}
     sizes_of |= {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}

@@ -59,7 +59,7 @@ class Lengths:
     def of_run(cls, path: str, limit: int) -> "Lengths":
         """Reads the lengths of a rollouts.jsonl, whose `versions` count the sampled tokens.
 
-        Raises InputError naming the line that is not one of them.
+        Raises InputError naming the first line that is not a rollout.
         """
         known: list[int] = []
         where = path
@@ -85,7 +85,7 @@ def cut_mean(mu: float, spread: float, limit: float) -> float:
 
 
 def normal(z: float) -> float:
-    """Returns the normal distribution function."""
+    """Returns the standard normal distribution function at z."""
     return math.erfc(-z / math.sqrt(2)) / 2
 
 
@@ -95,7 +95,7 @@ class Workload:
 
     lengths: Lengths
     prompt: int = 1000  # tokens of a prompt
-    reuses_prompts: bool = True  # the samples of a group share what is read of their prompt
+    reuses_prompts: bool = True  # a prompt is read once for all samples of its group
     environment: Latency = Latency()  # seconds per sample
     turns: int = 1  # turns into which a response is cut, with a tool between two of them
     tool: Latency = Latency()

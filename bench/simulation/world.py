@@ -162,7 +162,7 @@ def run(
 ) -> Trace:
     """Simulates `cfg.steps` steps. `picture`: the steps at whose ends engines are watched.
 
-    Raises InputError if trainers and engines share GPUs, and what the driver raises.
+    Raises InputError if trainers and engines share GPUs, and passes on what the driver raises.
     """
     if cfg.gpu_share < 1:
         raise InputError(f"gpu_share = {cfg.gpu_share}: only runs with --gpu_share 1 are simulated")
@@ -174,7 +174,7 @@ def run(
 
 
 async def main(trace: Trace, faults: Faults, picture: range) -> None:
-    """Runs the run, on the loop that has the clock."""
+    """Simulates the run, on the loop that has the virtual clock."""
     cfg = trace.cfg
     stage = Stage(cfg, trace.hardware, trace.workload)
     distils = isinstance(cfg, mopd.Config)

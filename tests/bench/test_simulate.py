@@ -388,7 +388,7 @@ WRONG = {
     "--mfu 30": "--mfu 30.0: expected a share above 0, at most 1",
     "--judge -5": "--judge -5.0: expected at least 0",
     "--steps 4 --alone": "--steps 4: 4 steps at max_lag 1: expected at least 5",
-    "--page no/x.html": "--page no/x.html: no is no folder",
+    "--page no/x.html": "--page no/x.html: no is not a folder",
     "--engine.count 1 --faults engine=90": "the run ended: engines were lost more",
 }
 
