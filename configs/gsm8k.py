@@ -1,4 +1,4 @@
-"""Qwen3-0.6B on GSM8K, one GPU shared by engine and trainer.
+"""Qwen3-0.6B on GSM8K, with one GPU shared by engine and trainer.
 
 Two GPUs: --gpu_share 1 --engine.args '{"gpu_memory_utilization": 0.85}'
 Data: python launch/make_gsm8k.py FOLDER; FOLDER holds GSM8K's train.jsonl and test.jsonl.

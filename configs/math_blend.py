@@ -1,4 +1,4 @@
-"""Qwen3-1.7B on a blend of GSM8K and MATH, one 80 GB GPU shared by engine and trainer.
+"""Qwen3-1.7B on a blend of GSM8K and MATH, with one 80 GB GPU shared by engine and trainer.
 
 Two GPUs: --gpu_share 1 --engine.args '{"gpu_memory_utilization": 0.85}'
 Data: python launch/make_gsm8k.py data/math_blend/train.jsonl gsm8k=A.jsonl math=B.jsonl, and
