@@ -7,10 +7,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 job=${1:-}
-[[ $job =~ ^[0-9]+$ ]] || fail "JOB = '$job': expected the number of a job, then perhaps a command"
+[[ $job =~ ^[0-9]+$ ]] || fail "JOB = '$job': expected a job number, and optionally a command"
 shift
 state=$(squeue --noheader --jobs "$job" --format %T 2>/dev/null) || true
-[ "$state" = RUNNING ] || fail "job $job is ${state:-not there}: expected one that is RUNNING"
+[ "$state" = RUNNING ] || fail "job $job is ${state:-unknown}: expected one that is RUNNING"
 folders=(logs/*/"$job")
 folder=$PWD/${folders[0]}
 [ -r "$folder/attach" ] || fail "no logs/*/$job/attach: expected a job that was submitted from $PWD"

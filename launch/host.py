@@ -5,8 +5,8 @@
 Takes the arguments of grpo_async.py, or of the program that GRPO_PROGRAM names. launch/submit.sh
 calls it if CONTAINER names an image and the machine has no .venv: launch/submit_check.py, which
 needs the project's libraries, then runs only in the job. From the configuration and the flags, this
-reads the settings that decide how many nodes the job has and when Slurm warns it. Rows must be JSON
-objects, the model must be a folder with config.json, and the disk must have room.
+script reads the settings that decide how many nodes the job has and when Slurm warns it. Rows must
+be JSON objects, the model must be a folder with config.json, and the disk must have room.
 """
 
 import json
@@ -135,7 +135,7 @@ def teacher_ranks(written: dict[str, Any], flags: dict[str, str]) -> int:
 
 
 def read(value: Any, default: Value, least: int) -> Value | None:
-    """Converts a value to its default's type; None if it is of another type, or out of range."""
+    """Converts a value to its default's type; None if it has a wrong type or is out of range."""
     if isinstance(default, str):
         return value if isinstance(value, str) else None
     try:
@@ -205,7 +205,7 @@ def disk(cfg: Saving) -> Iterator[str]:
     if free < needed:
         yield (
             f"{there}: {free >> 30} GiB are free, but {cfg.keep_last + 1} checkpoints need "
-            f"{needed >> 30}: free some, or lower keep_last"
+            f"{needed >> 30}: free some space, or lower keep_last"
         )
     saves = math.ceil(cfg.steps / (cfg.save_period or cfg.steps))
     left = saves - len(list(Path(cfg.run_dir).glob("step_*/hf")))

@@ -13,7 +13,8 @@ set -euo pipefail
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 [ $# -ge 1 ] || fail "expected ROWS.jsonl [FOLDER]"
 [ -r "$1" ] || fail "ROWS = '$1': expected a file of rows that can be read"
-[[ ${JOBS:-4} =~ ^[1-9][0-9]*$ ]] || fail "JOBS = '$JOBS': expected how many to fetch at once"
+[[ ${JOBS:-4} =~ ^[1-9][0-9]*$ ]] ||
+    fail "JOBS = '$JOBS': expected the number of images to fetch at once"
 [[ ${FORMAT:-sif} =~ ^(sif|folder)$ ]] || fail "FORMAT = '$FORMAT': expected sif or folder"
 export folder=${2:-data/images}
 names='
@@ -35,7 +36,7 @@ for number, line in enumerate(open(sys.argv[1], encoding="utf-8"), 1):
 images=$(python3 -c "$names" "$1" | sort -u)
 [ -n "$images" ] || fail "ROWS = '$1': no row has image, or metadata.image"
 [ "${DRY_RUN:-false}" = true ] || [ -n "${SIF_DIR:-}" ] || command -v apptainer >/dev/null ||
-    fail "apptainer is not installed here: its releases have packages for every system"
+    fail "apptainer is not installed here: its releases include packages for every system"
 mkdir -p "$folder"
 
 is_whole() { # FILE; FILE.sha256 holds its line from sha256sum
@@ -56,7 +57,7 @@ fetch() { # IMAGE REFERENCE FORMAT
         [ "${VERIFY:-false}" = true ] || return 0
         [ -e "$to.sha256" ] || { echo "note: $to has no digest to compare with" >&2 && return 0; }
         ! is_whole "$to" || return 0
-        echo "note: $to differs from its digest: it is fetched again" >&2
+        echo "note: $to differs from its digest: it will be fetched again" >&2
     fi
     # shellcheck disable=SC2206 # $box may be empty
     local command=(apptainer --quiet build $box "$to.partial" "$from")

@@ -6,8 +6,8 @@
 JUDGES is a file, or the lines themselves: NAME MODEL GPUS [xCOUNT] [flags of vLLM's server]; `#`
 begins a comment. With counts, that many servers fill the nodes in the order of the lines, each on
 the first node that has room. Without counts, each node cycles through the lines until none fits on
-its remaining GPUs, and each node starts with the line after the one that the previous node started
-with; JUDGE_NODES is the number of nodes.
+its remaining GPUs, and each node starts one line after the previous node did; JUDGE_NODES is the
+number of nodes.
 """
 
 import os
@@ -79,7 +79,7 @@ def in_turn(judges: list[Judge], gpus: int, node: int) -> list[Judge]:
         node += 1
         passed += 1
         fits = judge.gpus + sum(one.gpus for one in found) <= gpus
-        # A model without GPUs, on a CPU, is served once.
+        # A model without GPUs, which runs on a CPU, is served once.
         if fits and (judge.gpus or judge not in found):
             found.append(judge)
             passed = 0

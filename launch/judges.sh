@@ -3,7 +3,7 @@
 #
 # launch/judges.py prints which servers of JUDGES this node starts. Once a server answers, "NAME
 # http://HOST:PORT/v1" is added to JUDGES_FILE. A server that ends is started again at its address;
-# one that has not answered within JUDGE_SECONDS ends this script.
+# a server that has not answered within JUDGE_SECONDS ends this script.
 set -euo pipefail
 folder=$1
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
@@ -22,7 +22,7 @@ serve() { # NAME MODEL GPUS FIRST_GPU PORT flags
         CUDA_VISIBLE_DEVICES=$devices "$python" -m vllm.entrypoints.openai.api_server \
             --host "$ip" --port "$port" --model "$model" --served-model-name "$name" "$@" \
             >>"$folder/judge.$ip.$port.log" 2>&1 || true
-        echo "judge $name at $ip:$port has ended, and starts again in 10 s"
+        echo "judge $name at $ip:$port has ended; it starts again in 10 s"
         sleep 10
     done
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs Lean and Mathlib into a folder for services.lean; FOLDER/bin/lean compiles a file.
 #   bash launch/lean.sh [FOLDER]     default: data/lean; 8 GB on a file system that all nodes see
-# It needs curl, git and the network, but no root. DRY_RUN=true prints the steps. A call resumes
+# It needs curl, git and the network, but not root. DRY_RUN=true prints the steps. A call resumes
 # where the last one ended. Versions as in NeMo-Skills' sandbox, which judged the recipe's proofs.
 set -euo pipefail
 version=v4.12.0 # Mathlib has a tag of the same name
@@ -10,7 +10,7 @@ folder=$(cd "${1:-data/lean}" && pwd)
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
 run() { if [ "${DRY_RUN:-false}" = true ]; then echo "$*"; else "$@"; fi; }
 if [ -x "$folder/bin/lean" ]; then
-    echo "$folder is there"
+    echo "$folder already exists"
     exit
 fi
 for program in curl git; do
@@ -32,7 +32,7 @@ run lake --dir "$mathlib" exe cache get
 cd "$mathlib"
 # Lake prints folders relative to this one, but a proof is compiled elsewhere.
 libraries=$(lake env printenv LEAN_PATH | tr ':' '\n' | xargs -d '\n' readlink -m | paste -sd:)
-[ -n "$libraries" ] || fail "lake env in $mathlib names no LEAN_PATH"
+[ -n "$libraries" ] || fail "lake env in $mathlib prints no LEAN_PATH"
 mkdir -p "$folder/bin"
 printf '#!/bin/sh\nLEAN_PATH=%q exec %q "$@"\n' "$libraries" "$(elan which lean)" \
     >"$folder/bin/lean.partial"

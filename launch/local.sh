@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains on this machine, in the environment that launch/setup.sh creates.
 #   bash launch/local.sh [CONFIG] [--field value ...]        default: configs/tiny.py
-# A configuration whose name ends in dpo.py or mopd.py runs that file, any other runs grpo_async.py,
-# unless GRPO_PROGRAM names a fork.
+# A configuration whose name ends in dpo.py or mopd.py runs that program, and any other runs
+# grpo_async.py, unless GRPO_PROGRAM names a fork.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 config=configs/tiny.py

@@ -27,7 +27,7 @@ def field(row: dict, names: tuple[str, str]) -> str:
     """Returns the first field among these names. Raises ValueError if it is missing or not text."""
     found = next((row[name] for name in names if name in row), None)
     if not isinstance(found, str) or not found.strip():
-        raise ValueError(f"{' or '.join(names)} is {found!r}, expected a text that is not empty")
+        raise ValueError(f"{' or '.join(names)} is {found!r}, expected a text with content")
     return found
 
 

@@ -49,7 +49,7 @@ SLIP = 0.10  # share of an answer's items that the teacher skips
 
 
 def problem_stream(seed, excluded):
-    """Yields entries without end, from the data sets in turn; skips questions in `excluded`."""
+    """Yields entries endlessly, from the data sets in turn; skips questions in `excluded`."""
     sources = [
         reasoning_gym.create_dataset(name, seed=seed, **options)
         for name, options in DATASETS.items()
@@ -125,7 +125,7 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     is_current = train.exists() and '"exact": true' in train.read_text()
     # The model is written last.
     if is_current and (model_dir / "model.safetensors").exists() and not force:
-        return print("tiny: models/tiny and data/tiny are there already (--force recreates them)")
+        return print("tiny: models/tiny and data/tiny already exist (--force recreates them)")
 
     print("tiny: creating a model and its problems, which takes less than a minute", flush=True)
     start, rng = time.monotonic(), random.Random(seed)

@@ -32,7 +32,7 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     folder = root / "models/tiny_mopd"
     lacking = [t for t in TASKS if force or not (folder / t / "model.safetensors").exists()]
     if not lacking:
-        return print("tiny_mopd: its teachers are there already (--force recreates them)")
+        return print("tiny_mopd: its teachers already exist (--force recreates them)")
     rows = make_tiny.problem_stream(seed + 1, ())
     validation = [next(rows) for _ in range(make_tiny.VALIDATION_ROWS)]
     asked = {entry["question"] for entry in validation}

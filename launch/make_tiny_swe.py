@@ -74,7 +74,7 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     model_dir, data_dir = root / "models" / "tiny_swe", root / "data" / "tiny_swe"
     # The model is written last.
     if (model_dir / "model.safetensors").exists() and not force:
-        return print("tiny_swe: models/tiny_swe is there already (--force recreates it)")
+        return print("tiny_swe: models/tiny_swe already exists (--force recreates it)")
 
     print("tiny_swe: creating a model, an image and its bugs, which takes a minute", flush=True)
     start = time.monotonic()

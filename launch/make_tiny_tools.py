@@ -112,7 +112,7 @@ def main(force: bool = False, seed: int = 0, root: Path = ROOT):
     model_dir, data_dir = root / "models" / "tiny_tools", root / "data" / "tiny_tools"
     # The model is written last.
     if (model_dir / "model.safetensors").exists() and not force:
-        return print("tiny_tools: models/tiny_tools is there already (--force recreates it)")
+        return print("tiny_tools: models/tiny_tools already exists (--force recreates it)")
 
     print("tiny_tools: creating a model and pairs, which takes two minutes", flush=True)
     start, rng = time.monotonic(), random.Random(seed)

@@ -1,4 +1,4 @@
-"""Prints a profile of env.toml as shell variables, for launch/submit.sh; variables already set win.
+"""Prints a profile of env.toml as shell variables for launch/submit.sh, except those already set.
 
     python launch/profiles.py NAME
 
@@ -30,7 +30,7 @@ VARIABLES = {
     "container_image": "CONTAINER",
     "mounts": "EXTRA_MOUNTS",
     "persistent_cache": "PERSISTENT_CACHE",
-    "cpus_per_task": "SBATCH_CPUS_PER_TASK",  # sbatch itself reads this variable and the next
+    "cpus_per_task": "SBATCH_CPUS_PER_TASK",  # sbatch itself reads this variable and the next one
     "mem": "SBATCH_MEM_PER_NODE",
 }
 WANDB = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY"}  # one table for all profiles

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
 # Starts a Ray cluster on nodes of a Slurm job, and its driver. launch/grpo.sbatch calls it.
 #   srun ... bash launch/ray_cluster.sh node FOLDER             on every node; the first is the head
-#   bash launch/ray_cluster.sh drive FOLDER NODES [arguments]   the driver, once all nodes are there
+#   bash launch/ray_cluster.sh drive FOLDER NODES [arguments]   the driver, once all nodes joined
 #   bash launch/ray_cluster.sh wait FOLDER [NODES]              the same without a driver
 #
 # FOLDER is shared by the nodes. It holds their logs, the head's address, and failed.NODE for a node
 # that gave up. The last CPU_NODES nodes run environments; the others have engines and trainers.
 #
 # A node's ports are one of 40 bands below 32768, where the kernel begins to hand out ports. A band
-# is taken by a lock that ends with Ray's processes, and given up for the next if Ray cannot bind in
-# it, so no program picks a free port that another may bind a moment later.
+# is taken by a lock that ends with Ray's processes, and is given up for the next band if Ray cannot
+# bind in it, so no program picks a free port that another may bind a moment later.
 set -euo pipefail
 code=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mode=$1 folder=$2 name=${SLURMD_NODENAME:-$HOSTNAME}
 python=${GRPO_PYTHON:-$code/.venv/bin/python}
 rank=${SLURM_PROCID:-0} nodes=${SLURM_STEP_NUM_NODES:-1}
-seconds=${CLUSTER_SECONDS:-600} # seconds in which all nodes must join
+seconds=${CLUSTER_SECONDS:-600} # seconds within which all nodes must join
 
 take_band() { # sets `port`, the first of 560 ports; starts with band $1
     local i
@@ -59,7 +59,7 @@ address() { # prints the head's address, once there is a head
 node() { # fails if the node cannot serve, and after ten failed tries in a row
     local try began head=''
     ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
-    # As in runtime/processes/ray_start.py: killed actors end with their children, no worker idles.
+    # As in runtime/processes/ray_start.py: killed actors end with their children; no worker idles.
     export RAY_process_group_cleanup_enabled=true
     export RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper=false
     export RAY_prestart_worker_first_driver=false
@@ -85,14 +85,14 @@ node() { # fails if the node cannot serve, and after ten failed tries in a row
     return 1
 }
 
-# $1 nodes and their GPUs; prints the nodes that joined, those that did not, and those that failed
+# waits for $1 nodes and their GPUs; prints which nodes joined, did not join, or failed
 wait_for_all() {
     local gpus=$((($1 - ${CPU_NODES:-0}) * ${SLURM_GPUS_ON_NODE:-0}))
     "$python" - "$folder" "$1" "$gpus" "$seconds" <<'PYTHON'
 import json, subprocess, sys, time
 from pathlib import Path
 
-# In a process of its own: Ray waits for ever for a head that dies during the call.
+# In a process of its own, because Ray waits forever for a head that dies during the call.
 ASK = """
 import json, sys, ray
 ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")

@@ -5,7 +5,7 @@
 #   bash launch/setup.sh test       also the tests' libraries
 #   bash launch/setup.sh chemistry  also the libraries that answers' code uses for molecules
 #   bash launch/setup.sh megatron   also the kernels for policy.kind = "megatron"; compiling them
-#                                   takes about an hour, g++ and the CUDA toolkit 13.0
+#                                   needs about an hour, g++ and the CUDA toolkit 13.0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # without .pyc files every process recompiles 5,000 modules

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Submits a run to Slurm: a chain of jobs. Each continues where the one before it ended.
+# Submits a run to Slurm as a chain of jobs. Each continues where the previous one ended.
 # docs/cluster.md shows a call and lists the variables. DRY_RUN=true prints what would be submitted.
 # Flags: --profile NAME from env.toml, --jobs N for JOBS, --follow; all others go to GRPO_PROGRAM.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }
-bad() { printf 'error: %s\n' "$*" >&2 && wrong=1; } # all problems of variables are shown at once
+bad() { printf 'error: %s\n' "$*" >&2 && wrong=1; } # all problems with variables are shown at once
 seconds() { # converts a Slurm time limit: MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S
     [[ $1 =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]] || fail "SLURM_TIME_LIMIT = '$1': expected H:MM:SS"
     local days=0 rest=$1 h m s
@@ -21,7 +21,7 @@ while [ $# -gt 0 ]; do
     [[ $1 != --profile=* && $1 != --jobs=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
     case $1 in
     --profile) profile=${2:?--profile: expected the name of a table in env.toml} && shift ;;
-    --jobs) JOBS=${2:?--jobs: expected how many jobs follow each other} && shift ;;
+    --jobs) JOBS=${2:?--jobs: expected the number of jobs in the chain} && shift ;;
     --follow) follow=1 ;;
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# //p}' launch/submit.sh && exit ;;
     *) arguments+=("$1") ;;
@@ -50,9 +50,9 @@ for name in "${required[@]}"; do
 done
 [ ${#missing[@]} = 0 ] || bad "these variables are missing: ${missing[*]}"
 [[ ${EXP_NAME:-x} =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
-    bad "EXP_NAME = '$EXP_NAME': expected letters, digits, . _ -, of which . and - do not begin it"
+    bad "EXP_NAME = '$EXP_NAME': expected letters, digits, . _ -, but no . or - at the start"
 [[ " ${arguments[*]} " != *"{time}"* ]] || bad "run_dir has {time}: each job would begin anew"
-[[ ${JOBS:-1} =~ ^[1-9][0-9]*$ ]] || bad "JOBS = '$JOBS': expected how many jobs follow each other"
+[[ ${JOBS:-1} =~ ^[1-9][0-9]*$ ]] || bad "JOBS = '$JOBS': expected the number of jobs in the chain"
 for name in CPU_NODES SAVE_BEFORE SBATCH_NUM_NODES GPUS_PER_NODE PROFILE_NODES \
     ENABLE_MTP_INFERENCE NUM_SPECULATIVE_TOKENS MAX_NUM_BATCHED_TOKENS; do
     [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ ]] || bad "$name = '${!name}': expected a whole number"
@@ -61,7 +61,7 @@ for name in CONFIG_PATH TRAIN_PATH VAL_PATH; do
     [[ -z ${!name:-} || (-f ${!name} && -r ${!name}) ]] || bad "$name = '${!name}': expected a file"
 done
 for name in CONTAINER SANDBOX_CONTAINER PERSISTENT_CACHE; do
-    [[ ${!name:-} != /* ]] || [ -e "${!name}" ] || bad "$name = '${!name}': it is not there"
+    [[ ${!name:-} != /* ]] || [ -e "${!name}" ] || bad "$name = '${!name}': it does not exist"
 done
 [ -z "$wrong" ] || exit 1
 if [ -n "${JUDGES:-}" ] && [ "${JUDGE_NODES:-}" != 0 ]; then # a file, or its lines
@@ -83,7 +83,7 @@ printf '%s\n' "$needs"
 case $status in 0) ;; 3) exit 0 ;; *) exit 1 ;; esac # 3: the run has finished
 flag() { sed -nE "s/^.* --$1=(\S+).*$/\1/p" <<<"$needs"; }
 warning=${SAVE_BEFORE:-$(flag signal | sed 's/.*@//')}
-# If no file sets save_before, the run gets it here: it must not depend on Slurm's warning alone.
+# If no file sets save_before, it is set here: saving must not depend on Slurm's warning alone.
 [[ $needs = *" save_before "* ]] || arguments+=(--save_before "$warning")
 if [ "${GRPO_EXECUTOR:-slurm}" = local ]; then
     exec "$python" "$GRPO_PROGRAM" "${arguments[@]}"
@@ -97,7 +97,7 @@ needed=$(($(flag nodes) + JUDGE_NODES + CPU_NODES)) nodes=${SBATCH_NUM_NODES:-0}
 limit=${SLURM_TIME_LIMIT:-4:00:00}
 length=$(seconds "$limit")
 [ "$length" -gt $((warning + 60)) ] ||
-    fail "SLURM_TIME_LIMIT = '$limit': expected more than SAVE_BEFORE = $warning s and a minute"
+    fail "SLURM_TIME_LIMIT = '$limit': expected more than SAVE_BEFORE = $warning s plus a minute"
 options=(--job-name="$EXP_NAME" --dependency=singleton --nodes="$nodes" --exclusive
     --partition="$SLURM_PARTITION" --account="$SLURM_ACCOUNT"
     --time="$limit" --signal=B:USR1@"$warning" --output="logs/$EXP_NAME/%j.log" --parsable
@@ -105,7 +105,8 @@ options=(--job-name="$EXP_NAME" --dependency=singleton --nodes="$nodes" --exclus
     ${SLURM_RESERVATION:+--reservation="$SLURM_RESERVATION"} ${SEGMENT:+--segment="$SEGMENT"})
 gpus=${GPUS_PER_NODE:-$(flag gpus-per-node)}
 [ "$gpus" = 0 ] || [ -n "${SBATCH_NUM_NODES:-}" ] || [ "$gpus" -ge "$(flag gpus-per-node)" ] ||
-    fail "GPUS_PER_NODE = $gpus: nodes are counted with $(flag gpus-per-node): set SBATCH_NUM_NODES"
+    fail "GPUS_PER_NODE = $gpus: nodes are counted with $(flag gpus-per-node) each:" \
+        "set SBATCH_NUM_NODES"
 [ "$gpus" = 0 ] || options+=(--gres=gpu:"$gpus")
 # Waiting and running jobs keep this code, whatever is edited in the meantime.
 export GRPO_CODE=$root GRPO_PYTHON=${GRPO_PYTHON:-$python}

@@ -37,7 +37,7 @@ OVER = 3
 
 
 def runs_here() -> bool:
-    """True if the run will use this machine."""
+    """Returns True if the run will use this machine."""
     return "SLURM_JOB_ID" in os.environ or os.environ.get("GRPO_EXECUTOR") == "local"
 
 
@@ -88,7 +88,7 @@ def settings(argv: list[str]) -> "TrainingSettings":
 
 
 def may_be_there(need: services.Need) -> bool:
-    """True if the nodes may have what this machine lacks; False if the setting for it is empty.
+    """Returns True if nodes may have what this machine lacks; False if its setting is empty.
 
     Judges are checked: if settings and variables name none, no machine has one.
     """
@@ -111,7 +111,7 @@ def modules(cfg: "TrainingSettings") -> Iterator[str]:
         needed.append("wandb")
     for name in needed:
         if not importlib.util.find_spec(name.partition(".")[0]):
-            yield f"the library {name} is missing: bash launch/setup.sh on every node"
+            yield f"the library {name} is missing: run bash launch/setup.sh on every node"
 
 
 def gpus(cfg: "TrainingSettings | None" = None) -> Iterator[str]:
@@ -159,7 +159,7 @@ def compilers(cfg: "TrainingSettings | None" = None) -> Iterator[str]:
         yield "no C compiler is on PATH, so Triton's first kernel would fail: apt-get install gcc"
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.exists():
-        yield f"{header} is missing, so Triton's first kernel would fail: get python3-dev"
+        yield f"{header} is missing, so Triton's first kernel would fail: install python3-dev"
     if not (cfg and cfg.demand.engines):
         return
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -222,7 +222,7 @@ def variables(cfg: "TrainingSettings") -> Iterator[str]:
         yield f"PERSISTENT_CACHE = {cache!r} cannot be written to"
     talks = cfg.wandb and os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled")
     if talks and not (os.environ.get("WANDB_API_KEY") or Path("~/.netrc").expanduser().exists()):
-        yield "wandb = True, but neither WANDB_API_KEY nor ~/.netrc is there: wandb login"
+        yield "wandb = True, but neither WANDB_API_KEY nor ~/.netrc exists: run wandb login"
 
 
 def sentences(check: Callable[..., Iterator[str]]) -> str:

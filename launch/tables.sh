@@ -10,7 +10,7 @@ package=nemo-gym==0.4.0 inside=resources_servers/workplace_assistant/csv_data/pr
 tables=(emails calendar_events project_tasks customer_relationship_manager_data analytics_data)
 for table in "${tables[@]}"; do [ -s "$folder/$table.csv" ] || break; done
 if [ -s "$folder/$table.csv" ]; then
-    echo "$folder is there"
+    echo "$folder already exists"
     exit
 fi
 if [ "${DRY_RUN:-false}" = true ]; then

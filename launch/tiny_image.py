@@ -1,7 +1,7 @@
 """Creates an image, a folder of files, from some of this machine's programs and a small repository.
 
-launch/make_tiny_swe.py and the tests of agents use it. It holds bash, git, Python, and the programs
-that tools call, in 60 MB.
+launch/make_tiny_swe.py and the tests of agents use it. It contains bash, git, Python, and the
+programs that tools call, in 60 MB.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Creates tiny language models: a tokenizer, a random Qwen3, and training by imitation.
 
-For launch/make_tiny*.py, and for models that bench/ and tests/ train or sample from.
+Used by launch/make_tiny*.py, and for models that bench/ and tests/ train or sample from.
 """
 
 import functools

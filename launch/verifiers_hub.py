@@ -3,15 +3,15 @@
     VENV/bin/python launch/verifiers_hub.py FILE.toml...
     VENV/bin/python launch/verifiers_hub.py rows 1000 FILE.toml > data/FILE.jsonl
 
-VENV has the packages of requirements/hub.txt and those of the environments. A FILE.toml is a file
-for `vf-eval @ FILE.toml`; only its [env] is read. Its rows have the agent `verifiers.FILE`, and in
-`task` the library's own description of a task. HUB_HOST and HUB_PORT are the hub's address,
+VENV contains the packages of requirements/hub.txt and those of the environments. A FILE.toml is a
+file for `vf-eval @ FILE.toml`; only its [env] is read. Its rows have the agent `verifiers.FILE`,
+and in `task` the library's own description of a task. HUB_HOST and HUB_PORT are the hub's address,
 HUB_AT_ONCE the number of episodes that may run at once. The hub prints the setting that a run
 needs: services.nemo_gym.
 
 verifiers runs the episode, with its own harness, tools and rewards. It calls the policy at the
 address in the row (envs/gym/nemo_gym.py), and everything that the policy writes is trained on. So
-verifiers must not retry by itself, and other roles need clients of their own.
+verifiers must not retry by itself, and other roles need their own clients.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ try:
 except ImportError as error:
     sys.exit(f"error: {error}; expected a Python with requirements/hub.txt: docs/environments.md")
 
-SHOWN = 250  # characters of an error
+SHOWN = 250  # characters of an error that are shown
 
 
 def environment(file: str) -> vf.Env:
@@ -125,7 +125,7 @@ def print_rows(envs: dict[str, vf.Env], most: int) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Serves as long as the process lives, or prints rows."""
+    """Serves until the process ends, or prints rows."""
     most = int(words[1]) if words[:1] == ["rows"] and words[1:2] and words[1].isdigit() else 0
     files = {f"verifiers.{Path(file).stem}": file for file in (words[2:] if most else words)}
     if not files or not all(file.endswith(".toml") for file in files.values()):

@@ -7,7 +7,7 @@ force=
 [ $# = 2 ] || { echo "error: expected [--force] IMAGE FILE.sqsh" >&2 && exit 1; }
 command -v enroot >/dev/null || { echo "error: enroot is not installed here" >&2 && exit 1; }
 if [ -e "$2" ] && [ -z "$force" ]; then
-    echo "$2 is there; --force recreates it"
+    echo "$2 already exists; --force recreates it"
     exit
 fi
 enroot import --output "$2.partial" "dockerd://$1"

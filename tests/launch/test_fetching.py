@@ -58,7 +58,7 @@ def test_lean_is_a_program_that_finds_mathlib(there, tmp_path):
     assert ran(tmp_path / "data/lean/bin/lean", tmp_path / "other.lean").returncode == 0
     mathlib = tmp_path / "data/lean/mathlib4"
     assert Path(f"{lean}.path").read_text() == f"{mathlib}/one:{mathlib}/two\n"
-    assert there("lean.sh").stdout == f"{tmp_path}/data/lean is there\n"
+    assert there("lean.sh").stdout == f"{tmp_path}/data/lean already exists\n"
 
 
 def test_a_lean_that_compiles_nothing_is_not_taken(there, tmp_path):
@@ -86,7 +86,7 @@ def test_tables_are_those_that_the_office_reads(there, tmp_path):
     assert done.returncode == 0, done.stderr
     found = {path.name for path in (tmp_path / "data/workplace").iterdir()}
     assert found == set(office.FILES.values())
-    assert there("tables.sh").stdout == "data/workplace is there\n"
+    assert there("tables.sh").stdout == "data/workplace already exists\n"
 
 
 def test_images_are_fetched_once_and_a_call_goes_on(there, tmp_path):

@@ -112,7 +112,7 @@ def test_a_key_of_wandb_is_asked_for_where_it_is_used(argv, tmp_path, monkeypatc
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert submit_check.main([*argv, "--wandb"]) == 1
-    assert "neither WANDB_API_KEY nor ~/.netrc is there" in capsys.readouterr().out
+    assert "neither WANDB_API_KEY nor ~/.netrc exists" in capsys.readouterr().out
     for mode in ("offline", "disabled"):
         monkeypatch.setenv("WANDB_MODE", mode)
         assert submit_check.main([*argv, "--wandb"]) == 0
