@@ -129,7 +129,7 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
         manifest["nemo_gym"] = True
     run_hash = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
     if not options.force and is_whole(folder, run_hash):
-        print(f"{folder}: nothing to do, {run_hash} is there (--force writes it again)")
+        print(f"{folder}: nothing to do, {run_hash} already exists (--force writes it again)")
         return
     lines = merged(weighted, [source["rows"] for source in sources], options.sample)
     left_out = Counter(dict.fromkeys(options.leave_out, 0))
