@@ -42,17 +42,17 @@ class Slot(NamedTuple):
     evaluation: int | None = None  # the policy version that is evaluated; None in training
 
     def __str__(self) -> str:
-        """Returns its name in messages, seeds and dropped.jsonl."""
+        """Returns the slot's name in messages, seeds and dropped.jsonl."""
         step = "" if self.evaluation is None else f"val-{self.evaluation}-"
         return f"{step}{self.number}"
 
     def record(self, prompts_per_step: int) -> dict[str, int | None]:
-        """Returns its fields in rollouts.jsonl: `step`, which trains on it, or `evaluation`."""
+        """Returns its fields in rollouts.jsonl: the `step` that trains on it, or `evaluation`."""
         step = self.number // prompts_per_step + 1 if self.evaluation is None else None
         return {"step": step, "slot": self.number, "evaluation": self.evaluation}
 
     def lines(self, records: list[dict], cfg: RunSettings) -> bytes:
-        """Returns the lines of its group for rollouts.jsonl."""
+        """Returns the lines of the slot's group for rollouts.jsonl."""
         place = self.record(cfg.prompts_per_step)
         lines = [json.dumps(place | record, default=str) + "\n" for record in records]
         return "".join(lines).encode()
@@ -66,30 +66,30 @@ class Tries:
     slot: Slot
     rank: int  # rank of the worker that gets every try while it lives, because it keeps the drafts
     failed: int = 0
-    is_suspect: bool = False  # its worker died in a try
+    is_suspect: bool = False  # True if its worker died during a try
     error: BaseException = dataclasses.field(default_factory=BaseException)  # error of the last try
 
     @property
     def name(self) -> str:
-        """Its name in error messages."""
+        """The prompt's name in error messages."""
         return f"the rollouts of slot {self.slot}, line {self.row['_line']}"
 
 
 class Crew:
-    """The rollout workers: used in turn, watched, replaced when they die or do not answer."""
+    """The rollout workers: used in turn, watched, and replaced when they die or do not answer."""
 
     def __init__(self, cfg: RunSettings, cluster: Cluster):
         self.cfg = cfg
         self.cluster = cluster
         self.outages: Outages | None = None  # set at the first report that is not empty
         self.ranks: dict[ActorHandle, int] = {}  # living worker -> its number
-        self.started: set[ActorHandle] = set()  # the workers that have answered once
+        self.started: set[ActorHandle] = set()  # the workers that have answered at least once
         self.watches: set[asyncio.Task] = set()
         self.turns = itertools.count()
         self.seats: asyncio.LifoQueue[int] = asyncio.LifoQueue()  # free ranks for suspects
 
     def start(self) -> None:
-        """Starts the workers that prompts are sent to in turn."""
+        """Starts the workers to which prompts are sent in turn."""
         count = self.cfg.rollout_workers
         for rank in range(count):
             self.launch(rank)
@@ -132,12 +132,12 @@ class Crew:
             self.seats.put_nowait(rank)
 
     async def is_alive(self, worker: "ActorHandle") -> bool:
-        """Returns whether a worker answers; kills it if it does not."""
+        """Returns True if a worker answers; kills it if it does not."""
         limit = waits.ANSWER_SECONDS if worker in self.started else self.cfg.timeouts.start
         try:
             asked = worker.call.remote(services.report)
             report = await answer(asked, limit, "a rollout worker")
-            if worker in self.ranks:  # else another call has given it up meanwhile
+            if worker in self.ranks:  # otherwise another call has given up on it
                 self.receive(worker, report)
                 self.started.add(worker)
         except Exception as error:
@@ -149,7 +149,7 @@ class Crew:
         return worker in self.ranks
 
     def receive(self, worker: "ActorHandle", report: services.Report) -> None:
-        """Notes which outside servers a worker reports as away, failed calls, starved checks."""
+        """Notes a worker's report: outside servers that are away, failed calls, starved checks."""
         if not self.outages and any(report):
             self.outages = Outages()
         if self.outages:
@@ -160,7 +160,7 @@ class Crew:
         return self.outages.seconds() if self.outages else 0.0
 
     async def watch(self, worker: "ActorHandle") -> None:
-        """Checks a worker from time to time, so that its death, or its judges', is noticed."""
+        """Checks a worker from time to time, to notice its death or an outage of its judges."""
         while await self.is_alive(worker):
             await asyncio.sleep(max(CHECK_SECONDS, len(self.ranks) / CHECKS_PER_SECOND))
 
@@ -195,8 +195,8 @@ class Dispatcher:
     async def roll_out(self, row: dict, slot: Slot, n: int, version: int) -> Group:
         """Returns one row's n rollouts, sampled by policy `version` or a later one.
 
-        Tries `attempts` times, and raises the error of the last try. Raises RunError at once. A
-        failure is never a reward. No try begins while a judge that the row needs is away.
+        Tries `attempts` times, and raises the error of the last try. A RunError is raised at once.
+        A failure never becomes a reward. No try begins while a judge that the row needs is away.
         """
         tries = Tries(row, slot, next(self.crew.turns) % self.cfg.rollout_workers)
         while True:
@@ -238,8 +238,8 @@ class Dispatcher:
     ) -> None:
         """Counts a try that failed with `tries.error`.
 
-        It does not count if its engine died or a judge was away. After the last try the error is
-        raised. Raises RuntimeError if the row ended a worker that ran nothing else.
+        The try does not count if its engine died or a judge was away. After the last try the error
+        is raised. Raises RuntimeError if the row ended a worker that ran nothing else.
         """
         crew = self.crew
         engine_lives, worker_lives = await asyncio.gather(
@@ -265,7 +265,7 @@ class Dispatcher:
     async def result(
         self, infos: Ref[list[SampleInfo]], lines: Ref[bytes], what: str
     ) -> tuple[list[SampleInfo], bytes]:
-        """Awaits the small results of a call, and cancels the call if they do not come in time."""
+        """Awaits the small results of a call; cancels the call if they do not arrive in time."""
 
         async def both() -> tuple[list[SampleInfo], bytes]:
             return await infos, await lines
@@ -279,7 +279,7 @@ class Dispatcher:
     async def wait(
         self, seconds: float, what: str, call: Awaitable[T], needs_judges: bool = True
     ) -> T:
-        """Awaits under a named deadline, whose clock stands still while a judge is away.
+        """Awaits under a named deadline, whose clock stops while a judge is away.
 
         The clock always runs if the call needs no judges.
         """

@@ -1,4 +1,4 @@
-"""Holds the run while servers are away, as rollout workers report them: no deadline runs then.
+"""Makes the run wait while rollout workers report that servers are away; deadlines stop then.
 
 Also adds up the failed calls and the starved checks that the workers report.
 """
@@ -32,7 +32,7 @@ class Outages:
         self.earlier = 0.0  # seconds of past outages
         self.metered = 0.0  # seconds that `meters` has returned so far
         self.tell_at = -PATIENCE  # when to print a message next
-        self.told = False  # whether the current outage was printed
+        self.told = False  # True once the current outage has been printed
 
     def receive(self, worker: "ActorHandle", report: Report) -> None:
         """Notes a worker's report."""
@@ -56,7 +56,7 @@ class Outages:
         now = time.monotonic()
         if not self.away():
             if self.told and self.since is not None:
-                tqdm.write(f"all answer again, after {now - self.since:.0f} s")
+                tqdm.write(f"all servers answer again, after {now - self.since:.0f} s")
             self.earlier = self.seconds()
             self.since = None
             self.told = False
@@ -69,7 +69,7 @@ class Outages:
             self.tell_at = now + max(PATIENCE, now - self.since)
 
     def away(self) -> dict[str, str]:
-        """Returns what any report says is away: need -> addresses, how long, the last failure."""
+        """Returns what is away in any report: need -> addresses, how long, the last failure."""
         found: dict[str, str] = {}
         for away in self.troubled.values():  # empty in most runs, however many workers they have
             found |= away
@@ -86,7 +86,7 @@ class Outages:
         return self.earlier + (time.monotonic() - self.since)
 
     def concern(self, row: dict) -> bool:
-        """Returns whether a server that the row needs is away."""
+        """Returns True if a server that the row needs is away."""
         away = self.away()
         if not away:
             return False

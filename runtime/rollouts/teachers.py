@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 ATTEMPTS = 3  # consecutive failures of a teacher, to start or to score, that end the run
-PAUSE = 1.0  # seconds per failure, until the memory of the lost ranks is free
+PAUSE = 1.0  # seconds to wait per failure, so that the memory of lost ranks becomes free
 
 
 class Waiting(NamedTuple):
@@ -64,7 +64,7 @@ class Station:
         self.watching: asyncio.Task | None = None
         self.failures = 0  # number of consecutive failures
         self.error: RunError | None = None  # set once the teacher is abandoned
-        self.longest = 0.0  # seconds from a group's end to its score, since the last `take`
+        self.longest = 0.0  # most seconds from a group's end to its score, since the last `take`
         self.busy = 0.0  # seconds of scoring since then
 
     async def start(self) -> None:
@@ -90,7 +90,7 @@ class Station:
             self.working = asyncio.create_task(self.work_off())
 
     async def work_off(self) -> None:
-        """Scores batch after batch. Starts lost ranks again, even if no group waits."""
+        """Scores batch after batch. Restarts lost ranks, even if no group waits."""
         while (self.queue or not self.ranks) and not self.error:
             ranks = self.ranks
             try:
@@ -133,7 +133,7 @@ class Station:
                 self.hand_back(batch[g], of_group, samples)
 
     def next_batch(self) -> list[Waiting]:
-        """Returns groups that wait for the same checkpoint as the first, a row per replica."""
+        """Returns groups that wait for the first one's checkpoint, up to a row per replica."""
         waiting = [one for one in self.queue if not one.scored.done()]
         room = self.cfg.policy.row_tokens * self.cfg.policy.replicas
         batch: list[Waiting] = []
@@ -161,11 +161,11 @@ class Station:
             waiting.scored.set_result(scored)
 
     def lose(self, ranks: "list[ActorHandle]", error: BaseException) -> None:
-        """Ends the ranks, so that others start.
+        """Kills the ranks, so that new ones start.
 
         Gives up after ATTEMPTS failures in a row: groups that wait, and groups to come, get a
-        RunError. Gives up at once if a score is not finite: the same network would compute it
-        again.
+        RunError. Gives up at once if a score is not finite, because the same network would compute
+        it again.
         """
         if self.ranks is not ranks:
             return
@@ -218,7 +218,7 @@ class Teachers:
             self.stations[host] = Station(host, cfg.of_host(host), cluster, Teacher)
 
     async def start(self) -> None:
-        """Starts all of them. Raises the error of the first one that does not start."""
+        """Starts all teachers. Raises the error of the first one that does not start."""
         phase(f"loading teachers ({', '.join(self.stations)})")
         homes_of = self.cluster.places.beside
         for station, homes in zip(self.stations.values(), homes_of, strict=True):

@@ -39,7 +39,7 @@ def check_teachers(cfg: "TeacherSettings", rows: Sequence[dict]) -> None:
 
 
 def difference(student: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase") -> str:
-    """Describes the first token or special id in which two tokenizers differ; "" if none does."""
+    """Describes the first token or special id in which two tokenizers differ; "" if they agree."""
     ours = student.get_vocab()
     theirs = teacher.get_vocab()
     for token in sorted(ours.keys() | theirs.keys(), key=lambda t: ours.get(t, theirs.get(t))):

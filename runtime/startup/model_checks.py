@@ -27,7 +27,7 @@ MAKERS = {
     "models/tiny_swe": "launch/make_tiny_swe.py",
 }
 LFS = b"version https://git-lfs"  # the start of a file that git has not fetched
-LONGEST_HEADER = 100_000_000  # bytes, as the format defines it
+LONGEST_HEADER = 100_000_000  # bytes, a limit of the format
 # Rope types whose max_position_embeddings is the scaled number (vllm/config/model.py).
 SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
@@ -40,7 +40,7 @@ class Stored(NamedTuple):
 
 
 def lacking(model: str, name: str) -> str:
-    """Returns the message for a model folder that lacks a file, and what creates the folder."""
+    """Returns the message for a model folder that lacks a file, naming what creates the folder."""
     exports = sorted(Path(model).glob("step_*/hf")) if os.path.isdir(model) else []
     if exports:
         return f"model = {model!r}: expected the model of a run, such as {shown(exports[-1])}"
@@ -56,7 +56,7 @@ def lacking(model: str, name: str) -> str:
 
 
 def check_model(cfg: "TrainingSettings") -> None:
-    """Raises InputError unless the configuration's model can be trained with it."""
+    """Raises InputError unless the model can be trained with this configuration."""
     model = cfg.model
     for name in ("config.json", "tokenizer_config.json"):
         if not os.path.isfile(os.path.join(model, name)):
@@ -65,7 +65,7 @@ def check_model(cfg: "TrainingSettings") -> None:
     if b"chat_template" not in settings and not list(Path(model).glob("chat_template*")):
         raise InputError(f"model = {model!r}: its tokenizer has no chat_template, expected one")
     tensors = dict(every_tensor(Path(model)))
-    damage = flaw(model, largest=BLOCK)  # trainers read the large files
+    damage = flaw(model, largest=BLOCK)  # trainers check the large files
     if damage:
         raise InputError(f"model = {model!r}: {damage}")
     from policy import model_shape  # imports transformers, which takes seconds
@@ -159,7 +159,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") -> None:
-    """Raises InputError unless a checkpoint holds the tensors of its architecture.
+    """Raises InputError unless a checkpoint contains the tensors of its architecture.
 
     Quantised checkpoints, and those with unknown names, are left to transformers.
     """

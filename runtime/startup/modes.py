@@ -1,7 +1,7 @@
 """Runs the modes other than training from the start: resume, evaluate, roll out, replay, export.
 
-A mode hands three coroutines to a run: one starts it, one generates groups, one takes them.
-A run without rollouts (`TrainingRun`) has only some of the modes, and generates nothing.
+A mode hands three coroutines to a run: one starts it, one generates groups, and one takes them. A
+run without rollouts (`TrainingRun`) has only some of the modes, and generates nothing.
 
     python grpo_async.py --config X --resume auto            continue in the same folder
     python grpo_async.py --config X --resume auto --eval_only
@@ -38,7 +38,7 @@ Step = Callable[[], Coroutine[None, None, None]]
 
 
 class Loops(NamedTuple):
-    """The parts of `Run.run`: `start`, then `generate` next to `train`, which ends the run."""
+    """The parts of `Run.run`: `start`, then `generate` alongside `train`, which ends the run."""
 
     start: Step
     generate: Step
@@ -73,7 +73,7 @@ class TrainingRun(Protocol):
         """Trains all steps."""
 
     def state(self) -> dict:
-        """Returns what a checkpoint of the run holds in addition to the policy."""
+        """Returns what a checkpoint of the run contains in addition to the policy."""
 
     async def evaluate(self) -> None:
         """Evaluates the current version."""
@@ -129,7 +129,7 @@ class RolloutRun(TrainingRun, Protocol[R]):
 
 
 def loops(run: RolloutRun[R]) -> Loops:
-    """Chooses the loops of the command. Raises InputError if they cannot work.
+    """Chooses the loops of the command. Raises InputError if it cannot work.
 
     Raises SystemExit if nothing is left to do.
     """
@@ -306,7 +306,7 @@ async def read_forever(run: RolloutRun[R], files: list[Path]) -> None:
 
 
 def is_near(run: RolloutRun[R], step: int) -> bool:
-    """Returns whether the trainer is less than two steps behind `step`."""
+    """Returns True if the trainer is less than two steps behind `step`."""
     return run.buffer.next_step >= step - 1
 
 

@@ -70,12 +70,12 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 
 
 def prepare(cfg: "TrainingSettings") -> None:
-    """Checks what can be checked without an actor; prints the run folder, and a note on a drafter.
+    """Checks what can be checked without an actor; prints the run folder, and possibly a note.
 
-    The note is on a drafter that no update trains (runtime/engines/speculation.py). Raises
+    The note is about a drafter that no update trains (runtime/engines/speculation.py). Raises
     InputError as `check` does.
     """
-    gc.disable()  # it would search a million objects again and again while libraries load
+    gc.disable()  # a collector would search a million objects repeatedly while libraries load
     try:
         check(cfg)
         check_installed(cfg)
@@ -154,7 +154,7 @@ def check_command(cfg: "TrainingSettings") -> None:
 
 
 def check_arguments(cfg: "TrainingSettings") -> None:
-    """Raises InputError for an argument that its library lacks or declares with another type."""
+    """Raises InputError for an argument that its library lacks or declares differently."""
     values = flatten(cfg)
     for field, declared in DECLARED.items():
         given = values.get(field)
@@ -194,7 +194,7 @@ def misfit(value: Any, annotation: str) -> str:
 def arguments(field: str) -> dict[str, str]:
     """Reads the arguments of a setting's library, with their annotations, from its source.
 
-    Importing the library would take seconds. {} if its source is not as expected.
+    Importing the library would take seconds. Returns {} if its source is not as expected.
     """
     declared = DECLARED[field]
     spec = importlib.util.find_spec(declared.library)

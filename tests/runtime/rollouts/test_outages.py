@@ -61,7 +61,7 @@ def test_an_outage_is_told_of_now_and_then(clock, capsys):
     told = capsys.readouterr().out.splitlines()
     line = "the run is waiting: judges.general is away: http://h:1/v1, for"
     assert told[:-1] == [f"{line} {second} s" for second in (0, 60, 120, 240, 480, 960)]
-    assert told[-1] == "all answer again, after 999 s"
+    assert told[-1] == "all servers answer again, after 999 s"
 
 
 def test_a_judge_that_comes_and_goes_is_told_of_once_a_minute(clock, capsys):
@@ -71,7 +71,7 @@ def test_a_judge_that_comes_and_goes_is_told_of_once_a_minute(clock, capsys):
         found.receive("a", away() if second % 10 < 8 else WELL)
     told = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("the run is waiting") for line in told) == 3
-    assert told.count("all answer again, after 8 s") == 3 and found.seconds() == 144
+    assert told.count("all servers answer again, after 8 s") == 3 and found.seconds() == 144
 
 
 def test_starved_checks_are_counted_from_step_to_step():
