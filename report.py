@@ -207,7 +207,7 @@ class Run(NamedTuple):
         with suppress(OSError):
             text = (folder / "config.json").read_text(errors="replace")
             config = next(parse([text], CONFIG), {})
-        if changes := config.get("diff"):  # it may be as long as all the rest
+        if changes := config.get("diff"):  # it may be longer than everything else
             config["diff"] = f"{str(changes).count(chr(10))} lines, in config.json"
         series = columns(read(folder / "metrics.jsonl", METRICS))
         mismatch = list(read(folder / "mismatch.jsonl", MISMATCH))[-LIMITS["mismatch"] :]
@@ -247,7 +247,7 @@ def side_by_side(runs: list[Series], names: list[str]) -> Series:
 
 
 def columns(lines: Iterable[dict]) -> Series:
-    """Returns every numeric metric, and `step`, as one value per step; None: no value."""
+    """Returns every numeric metric, and `step`, as one value per step, None if there is none."""
     rows: dict[int, dict[str, float]] = defaultdict(dict)
     for line in lines:
         rows[line["step"]] |= {k: v for k, v in line.items() if type(v) in (int, float)}
@@ -305,14 +305,14 @@ def places(path: Path) -> Iterator[Group]:
 
 
 def evenly(items: list[Item], count: int) -> list[Item]:
-    """Picks `count` of the items, evenly spread, with the first and the last."""
+    """Picks `count` of the items, evenly spread, including the first and the last."""
     count = min(count, len(items))
     return [items[round(i * (len(items) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def rollouts(path: Path) -> dict:
-    """Picks whole groups from all of the run, newest first; adds the rollout count and `pairs`."""
-    # A validation comes after the step that produced its policy, so it stands before it here.
+    """Picks whole groups from the whole run, newest first; adds the rollout count and `pairs`."""
+    # A validation follows the step that produced its policy, so it precedes that step here.
     every = sorted(
         groups(path) if path.exists() else (),
         key=lambda group: (-group.step, group.trained, group.slot, group.start),
@@ -388,13 +388,13 @@ def unpack(path: Path) -> Iterator[dict]:
                 "mask": runs(a["mask_T"][cut].tolist()),
                 "flaws": runs([FLAWS[i] for i in a["flaw_T"][cut].tolist()]),
                 "engine": [short(x, 5) for x in engine.tolist()],
-                # Engine and trainer agree to many digits: their difference is kept instead.
+                # Engine and trainer agree to many digits, so their difference is stored instead.
                 "gap": [short(x, 3) for x in (a["logp_T"][cut] - engine).tolist()],
             }
 
 
 def runs(values: list) -> list[list]:
-    """Returns equal neighbours as [value, count]."""
+    """Returns the runs of equal values as [value, count]."""
     return [[value, len(list(run))] for value, run in itertools.groupby(values)]
 
 
