@@ -157,7 +157,7 @@ def measure(steps: int) -> tuple[np.ndarray, dict[str, float]]:
 
     def plan(groups, cfg, more):
         began = time.process_time()
-        of_thread = time.thread_time()  # the loop runs next to it
+        of_thread = time.thread_time()  # the loop runs in another thread
         planned = plan_step(groups, cfg, more)
         of_thread = time.thread_time() - of_thread
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -2,7 +2,7 @@
 
     python bench/gpu_first_hour.py FOLDER [LINE ...]      without LINE, all of them
 
-Exit status: 0 if all lines passed, 1 if one failed, else 2: one was skipped.
+Exit status: 0 if all lines passed, 1 if one failed, 2 if none failed but one was skipped.
 
 Runs train a model of Qwen3-0.6B's sizes with random weights (a tiny one without a GPU) on the tiny
 job's rows: they show that weights, logprobs and processes are right, not that the model learns.
@@ -115,7 +115,7 @@ class Log:
 
 
 def model(log: Log) -> Path:
-    """Creates a folder with a random-weight model; the tiny one without a GPU."""
+    """Returns the folder of a model with random weights; without a GPU, of the tiny model."""
     log.run(sys.executable, "launch/make_tiny.py")
     if not GPUS:
         return ROOT / "models/tiny"
@@ -278,7 +278,7 @@ def two_gpus(log: Log) -> str:
 
 @line(gpus=2, seconds=900)
 def drafts(log: Log) -> str:
-    """Trains with drafts: samples are still the policy's, and the answers repeat themselves."""
+    """Trains with drafts, which must not change the policy that samples come from."""
     looked_up = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     args = json.dumps({"speculative_config": looked_up})
     said = trained(log, 5, "--gpu_share", 1, "--engine.args", args)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks a machine with GPUs before a long run; each line of the table passes, fails or is skipped.
 #   bash bench/gpu_first_hour.sh [FOLDER]      logs and runs go there; default: first_hour
-# Exit status: 0 if all lines passed, 1 if one failed, else 2: one was skipped.
+# Exit status: 0 if all lines passed, 1 if one failed, 2 if none failed but one was skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=${1:-first_hour}

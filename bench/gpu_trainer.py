@@ -4,8 +4,8 @@
 
 Needs only torch, transformers, triton and safetensors; weights are random. Rows are packed with
 sequences of 8,192 tokens. MFU counts the forward and backward pass of the network once, 6 FLOPs per
-parameter and token and 6 n^2 Q per layer and sequence of n tokens for causal attention, without
-the recomputation of checkpointing. On a CPU, it only checks itself with tiny sizes.
+parameter and token and 6 n^2 Q per layer and sequence of n tokens for causal attention, without the
+recomputation of checkpointing. On a CPU, the script only runs a self-check with tiny sizes.
 """
 
 import gc

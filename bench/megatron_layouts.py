@@ -3,11 +3,11 @@
     python bench/megatron_layouts.py        3 minutes on two cores; needs no model and no GPU
 
 Small random models train two rows per replica under policy/megatron on gloo, with tests/cpu in
-place of CUDA. "Sent" counts the tensors given to torch.distributed, as ring algorithms send them,
-as a mean over all ranks; "held" is the peak of the bytes of tensors alive at once, on the fullest
-rank. "Counted" is what --dry_run prints (dry_run/megatron_sizes.py), in float32. Exits with 1
-unless measured / counted is between 0.9 and 1.1. The hybrid's memory is not compared: on a CPU, its
-Mamba kernel is a loop over tokens that keeps every state.
+place of CUDA. "Sent" is what ring algorithms would send for the tensors given to torch.distributed,
+averaged over all ranks; "held" is the peak number of bytes in live tensors, on the fullest rank.
+"Counted" is what --dry_run prints (dry_run/megatron_sizes.py), in float32. Exits with 1 unless
+measured / counted is between 0.9 and 1.1. The hybrid's memory is not compared: on a CPU, its Mamba
+kernel is a loop over tokens that keeps every state.
 """
 
 import sys
@@ -120,7 +120,7 @@ def settings(model: str, layout: dict, world: int) -> tuple[Config, int]:
 
 
 def work(job: dict, _: Path) -> list:
-    """Returns [model, checkpointing, the ranks' means; for memory, their maximum] for each job."""
+    """Returns [model, checkpointing, the ranks' means (memory: their maximum)] for each case."""
     every = []
     for model in job["models"]:
         cfg, tokens = settings(model, job["layout"], job["world"])

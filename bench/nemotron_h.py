@@ -5,8 +5,8 @@
 Trains with policy/megatron on one rank if Transformer Engine and mamba-ssm are installed, else with
 transformers' own modelling code and torch's AdamW, which tests the model's kernels and dtypes, but
 not our trainer. A loaded model must equal the saved one bitwise. Its next step must match that of
-the original model, up to the rounding of kernels: without moments, a checkpoint would move the
-weights elsewhere. On a CPU, Megatron computes in float32.
+the original model, up to the rounding of kernels: without its moments, a loaded model would move
+elsewhere. On a CPU, Megatron computes in float32.
 """
 
 import sys

@@ -6,7 +6,7 @@ NeMo-RL's recipe for Nemotron 3 Super computes the logprobs of the whole batch b
 the sequence-error filter, the importance weights and the divisor. With one update per batch, the
 forward pass of training computes the same logprobs again. One pass is the trainer as shipped,
 metrics included; `two_passes` is the recipe, written here by hand. Each has its own policy and
-trains the same batches in turn; the gradients and weights of both must stay equal to rounding.
+trains the same batches in turn; the gradients and weights of both must stay equal up to rounding.
 
 The policy is a random Qwen3 under FSDP2, one rank, one CPU thread, with activations recomputed as
 in the recipe. Seconds are CPU time, so that other work on the machine hardly affects them. The

@@ -133,7 +133,7 @@ def chosen(model: Model, cfg: Config) -> Gpu:
 
 
 def check(given: argparse.Namespace) -> None:
-    """Raises InputError for a number that no run can have, or a page without a folder."""
+    """Raises InputError for a number that no run can have, or if the page's folder is missing."""
     least = {"steps": 1, "turns": 1, "drafts": 1, "judged_at_once": 1}
     if not 0 < given.mfu <= 1:
         raise InputError(f"--mfu {given.mfu}: expected a share above 0, at most 1")
@@ -212,7 +212,7 @@ class Plan:
 
 
 def first_of(error: Exception) -> Exception:
-    """Returns the first error of a group, which may hold more groups."""
+    """Returns the first error of a group, which may contain nested groups."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -4,9 +4,9 @@
     python bench/sync.py traffic [RANKS [MATES [WORKERS]]] [--flag value ...]
 
 One engine and one trainer, each in its own process, use the tiny model; streams run all the time.
-Printed: the phases of an update, tokens not generated because of it (from pairs of windows of equal
-length, with and without an update), requests lost, prompts prefilled twice, and how the time and
-memory of the last updates compare with those of the first.
+Prints the phases of an update, the tokens not generated because of it (from pairs of windows of
+equal length, with and without an update), requests lost, prompts prefilled twice, and how the time
+and memory of the last updates compare with those of the first.
 
 `traffic` counts what each process receives in one update, against the minimum: RANKS trainer ranks
 (4), MATES of them in the group next to rank 0 (0), and engine WORKERS (2) that load nothing.
@@ -228,7 +228,7 @@ class Gathers(TorchDispatchMode):
 
 
 def of_trainer(pipe: Connection, cfg: "Config", rank: int, senders: int, world: int) -> None:
-    """Runs a trainer rank that sends one update; gets addresses and returns counts by `pipe`."""
+    """Runs a trainer rank that sends one update; addresses and counts pass through `pipe`."""
     from grpo_async import Trainer
 
     made = Trainer(cfg)

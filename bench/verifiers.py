@@ -2,10 +2,10 @@
 
     python bench/verifiers.py [NAME ...]
 
-Judges known answers again and again for SECONDS on one core, children included. They are in
-../shared/data or, without it, partly in tests/data. "bare" calls the check of envs/NAME.py in this
-process: no child, no deadline. "blocks" is the longest time that the event loop stood still while
-answers of 1 MB were judged.
+Judges known answers again and again for SECONDS on one core, children included. The answers are in
+../shared/data or, if that is missing, partly in tests/data. "bare" calls the check of envs/NAME.py
+in this process: no child, no deadline. "blocks" is the longest time that the event loop stood still
+while answers of 1 MB were judged.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ rates do not matter, and samples whose advantage is zero are trained on as well.
 TRL's side is vLLM's unmodified server (the CPU build has no `vllm` command, so its module is
 started) and TRL's unmodified AsyncRolloutWorker, RolloutQueueDataset and VLLMClient, in the virtual
 environment of bench/vs_trl.py. A harness stands in for its trainer: it drains the queue, sleeps,
-pauses, resumes and counts the version up, as AsyncGRPOTrainer does. No weights travel, which costs
+pauses, resumes and increments the version, as AsyncGRPOTrainer does. No weights travel, which costs
 TRL nothing. Ours is the driver, engine, rollout worker and weight sync as shipped, in a copy of
 this folder, with a `train_step` that sleeps.
 

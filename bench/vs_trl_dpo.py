@@ -125,7 +125,7 @@ def train_trl(steps: int, size: int, settings: dict) -> dict:
 
 
 def train_ours(steps: int, _size: int, settings: dict) -> dict:
-    """Measures the same with dpo.py's trainer, one rank, without Ray."""
+    """Measures the same with dpo.py's trainer, on one rank and without Ray."""
     from dpo import Config, Scored, Trainer, load_pairs, plan_pairs
     from rollout.preference_rows import render_all
 

@@ -74,7 +74,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Gives attributes of objects other values while the block lasts."""
+    """Replaces the values of objects' attributes while the block runs."""
     with contextlib.ExitStack() as stack:
         for change in changes:
             stack.enter_context(mock.patch.object(*change))

@@ -233,5 +233,5 @@ def conserved(trace: Trace) -> list[str]:
     begun = {span.slot for span in trace.spans}
     trained = {slot for step in trace.steps for slot in step.slots}
     if begun != trained:
-        wrong.append(f"{len(begun ^ trained)} groups were rolled out and not trained, or not once")
+        wrong.append(f"{len(begun ^ trained)} groups were only rolled out, or only trained")
     return wrong

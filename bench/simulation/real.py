@@ -39,7 +39,7 @@ BASE, EACH = 0.025, 0.0015  # seconds per engine step, and per sequence in it
 LONGEST = 200  # tokens of an answer
 WORD = 8  # letters: a prompt has one token for each, and the tokens around them
 STEPS = {0: 10, 1: 14, 2: 18}  # steps by max_lag
-ROWS = {1: 512, P: 256}  # tokens per row, by parts per step: few, so that a part is not joined
+ROWS = {1: 512, P: 256}  # tokens per row, by parts per step: few, so that parts are not joined
 KILLED = (6, 22)  # the step after which an engine is killed, and the steps in all
 DELAY = 0.5  # seconds from the end of that step
 LATE = 0.1  # share by which engine steps may be late: beyond it other work is measured
@@ -177,14 +177,14 @@ class Costs(Hardware):
         return interpolated(self.points, batch, context)
 
     def train(self, rows: Sequence[Sequence[int]]) -> float:
-        """Returns the seconds in which the trainer has the batch."""
+        """Returns the seconds for which the trainer has the batch."""
         return self.call + super().train(rows)
 
 
 def costs(run: Run) -> Costs:
     """Measures a run at max_lag 0, in which nothing overlaps.
 
-    There the trainer waits only while an engine works, and for a group's latency.
+    In it, the trainer waits only while an engine works, and for a group's latency.
     """
     steps = run.steps[1:]
     tokens = trained_tokens(run)[1:]
@@ -306,7 +306,7 @@ def simulated(run: Run, hardware: Costs) -> Trace:
 
 
 def strike(run: Run) -> Strike:
-    """Returns when the engine was killed, and its groups of the next step: they restarted."""
+    """Returns when the engine was killed, and its groups of the next step, which restarted."""
     version = sum(ended < run.killed for ended in run.ends)
     oldest: dict[int, int] = {}
     for line in run.rollouts:

@@ -53,7 +53,7 @@ class Answer(asyncio.Future):
 
 
 class Method:
-    """An actor's method, which is called by `remote`."""
+    """An actor's method, which is called through `remote`."""
 
     __slots__ = ("remote",)
 

@@ -47,12 +47,12 @@ def small(lag: int, hardware: Hardware, work: Workload, faults: str = "", parts:
     sizes |= {"train_parts": parts, "policy": {"row_tokens": TOKENS}}
     sizes |= {"rollout_workers": 2, "save_period": 0}
     cfg = Config(steps=6 * (lag + 1), max_lag=lag, **sizes)
-    repair.MAX_RESTARTS = 1000  # all of these faults come within one simulated hour
+    repair.MAX_RESTARTS = 1000  # all of these faults occur within one simulated hour
     return world.run(cfg, hardware, work, Faults.read(faults))
 
 
 def closed_forms() -> list[Check]:
-    """Compares the steps of constant lengths with closed forms."""
+    """Compares the step times of constant lengths with closed forms."""
     work = Workload(Lengths(0.0, 0.0, TOKENS, (TOKENS,)), prompt=0)
     hardware = Hardware(per_token=0.5, per_trained_token=0.01, sync=3.0)
     generation, training = 0.5 * TOKENS, 0.01 * P * G * TOKENS

@@ -116,7 +116,7 @@ class Recorded(Workload):
     answers: tuple[tuple[int, ...], ...] = ()
 
     def of_group(self, prompt: int, n: int) -> list[int]:
-        """Returns the response tokens of the slot with this line: one slot if no row is dropped."""
+        """Returns the response tokens of the slot with this line; no row may be dropped."""
         return list(self.answers[prompt - 1])
 
 

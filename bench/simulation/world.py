@@ -160,7 +160,7 @@ def run(
     faults: Faults | None = None,
     picture: range = range(0),
 ) -> Trace:
-    """Simulates `cfg.steps` steps. `picture`: the steps at whose ends engines are watched.
+    """Simulates `cfg.steps` steps. `picture` contains the steps at whose ends engines are watched.
 
     Raises InputError if trainers and engines share GPUs, and passes on what the driver raises.
     """
