@@ -35,7 +35,7 @@ def brief(error: BaseException) -> str:
 
 
 class RunError(RuntimeError):
-    """Raised for a failure that another prompt would not avoid; ends the run, drops no prompt."""
+    """Raised for a failure that another prompt would not avoid; it ends the run."""
 
 
 class ModuleError(ValueError):

@@ -140,9 +140,9 @@ async def within(
 ) -> T:
     """Awaits under a named deadline; after it, raises a `late` error with that name and `state`.
 
-    A printed line warns when half of the time has passed. `stopped` counts the seconds in which the
-    clock stands still. A cancelled task gets CancelledError even if asyncio.gather would raise the
-    error that one of its members raised at that moment.
+    A printed line warns when half of the time has passed. `stopped` counts the seconds during which
+    the clock stands still. A cancelled task gets CancelledError even if asyncio.gather would raise
+    the error that one of its members raised at that moment.
     """
     task = asyncio.current_task()
     assert task is not None  # a coroutine always runs in a task
@@ -182,7 +182,7 @@ RENDER_SECONDS = 4.0  # limit of CPU time for rendering; the longest prompts tak
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in a block that uses more CPU time; has no effect in other threads.
+    """Raises TimeoutError in a block that exceeds this CPU time; works only in the main thread.
 
     Only the main thread receives signals. The alarm rings again if the error is swallowed.
     """
