@@ -277,7 +277,7 @@ def fullest_stage(s: Shape, cfg: "TrainingSettings", b: int = 2) -> int:
 def sending_bytes(s: Shape) -> float:
     """Returns the bytes needed to send or export weights: the largest tensor twice, two buckets.
 
-    Rank 0 holds the whole tensor twice in bf16: as shards or before it is split, and put together.
+    Rank 0 holds the whole tensor twice in bf16: as shards or before it is split, and once joined.
     """
     largest = 2 * s.hidden * max(s.vocab, 2 * s.ffn if s.gated else s.ffn)
     return 2 * (largest + max(BUCKET_BYTES, largest))

@@ -52,7 +52,7 @@ def seconds(cfg: TeacherSettings, tokens: float, keys: float, flops: float) -> d
 
 
 def rank_bytes(cfg: TeacherSettings, host: str) -> float:
-    """Returns a rank's bytes: bf16 weights of its models, a layer being computed, head, reserve.
+    """Returns a rank's bytes: bf16 weights of its models, a layer in use, the head, the reserve.
 
     FSDP2 holds two gathered layers and the whole root in addition to its shard.
     """
