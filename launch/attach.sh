@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Opens a shell, or runs a command, on the first node of a running job; `ray status` works there.
 #   bash launch/attach.sh JOB [COMMAND ...]
-# It runs as another step of the job, in the job's image if there is one. The cluster's token is in
-# logs/NAME/JOB/attach, which only the job's owner can read.
+# This runs as another step of the job, in the job's image if there is one. The cluster's token is
+# in logs/NAME/JOB/attach, which only the job's owner can read.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 fail() { printf 'error: %s\n' "$*" >&2 && exit 1; }

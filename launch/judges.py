@@ -57,7 +57,7 @@ def read(text: str, gpus: int) -> list[Judge]:
 
 
 def packed(judges: list[Judge], gpus: int) -> list[list[Judge]]:
-    """Places the servers on nodes, by the lines' counts."""
+    """Places the servers on nodes, according to the lines' counts."""
     nodes: list[list[Judge]] = []
     for judge in judges:
         for _ in range(judge.count):

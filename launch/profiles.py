@@ -62,9 +62,7 @@ def find() -> Path:
     for path in paths:
         if path.is_file():
             return path
-    fail(
-        f"there is no {paths[0]}, nor one above it: expected profiles as in launch/env.example.toml"
-    )
+    fail(f"no {paths[0]}, and none above it: expected profiles as in launch/env.example.toml")
 
 
 def profile(every: dict[str, Toml], name: str, seen: tuple[str, ...] = ()) -> dict[str, Toml]:
