@@ -229,7 +229,7 @@ def kv_budget(model: Model, cfg: "RunSettings", gpu: float) -> float:
 
 
 def kv_tokens(model: Model, cfg: "RunSettings", gpu: float, length: float) -> int:
-    """Returns how many tokens an engine can hold in sequences of `length` tokens, with states.
+    """Returns how many tokens an engine can hold, with states, in sequences of `length` tokens.
 
     While vLLM fills a new block of KV, it holds a sequence's states twice; this is not counted.
     """

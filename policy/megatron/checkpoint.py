@@ -53,7 +53,7 @@ class Shares:
     """Copies, writes and reads one rank's share of a model and its optimizer state.
 
     `layout` contains the settings that must be the same when a checkpoint is loaded; `group` is the
-    process group that writing uses.
+    process group that is used for writing.
     """
 
     def __init__(

@@ -319,9 +319,9 @@ class Run(NamedTuple):
 def runs(ends: Tensor, n: int, rank: int) -> Iterator[Run]:
     """Yields the runs of positions that context parallel rank `rank` of n has.
 
-    A sequence is cut into 2 n parts. Each rank gets the part with its number from the front, and
-    the part with its number from the back, so that all ranks have the same work under a causal
-    mask. This is Transformer Engine's layout for packed rows.
+    A sequence is cut into 2 n parts. Rank r gets the r-th part from the front and the r-th from the
+    back, so that all ranks have the same work under a causal mask. This is Transformer Engine's
+    layout for packed rows.
     """
     every = ends.tolist()
     for first, last in zip(every, every[1:], strict=False):

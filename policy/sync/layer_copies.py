@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
             return args[0]
         found = function(*args, **(kwargs or {}))
         made = {storage(x) for x in tree_leaves(found) if isinstance(x, Tensor)}
-        self._use(x for x in tensors if storage(x) not in made)  # a view uses nothing
+        self._use(x for x in tensors if storage(x) not in made)  # a view does not count as a use
         return found
 
     def _note(self, function: "OpOverload", homes: list[Home], tensors: list[Tensor]) -> None:
@@ -158,7 +158,7 @@ class Copies:
         self.layers: dict[str, nn.Module] = dict(model.named_modules())
         self.filled: dict[str, list[Copy]] = {}
         self.readers: dict[str, list[str]] = {}
-        self.sources: dict[str, int] = {}  # by filled layer, the number of sent tensors for it
+        self.sources: dict[str, int] = {}  # number of sent tensors that each filled layer needs
         if config.parallel_config.enable_eplb:  # experts move between updates
             return
         layerwise.initialize_layerwise_reload(model)

@@ -192,7 +192,7 @@ class Proof:
 
     def _add_experts(self, name: str, found: re.Match, tensor: Tensor) -> None:
         """Notes one expert's matrix, or the matrices of all experts of a layer."""
-        path, expert, kind = found.groups()  # no number: one tensor holds all experts
+        path, expert, kind = found.groups()  # without a number, one tensor holds all experts
         path += ".routed_experts"
         module: RoutedExperts | None = self.modules.get(path)
         is_down = module is not None and kind == module.ckpt_down_proj_name
