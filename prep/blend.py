@@ -49,7 +49,7 @@ class Blend:
     sources: str = ""
     """Folder with DAPO-Math-17k and Skywork-OR1-RL-Data; empty: download them from the hub."""
     force: bool = False
-    """Rewrite blends that exist already."""
+    """Rewrite blends that already exist."""
 
     def run(self) -> int:
         """Prepares every blend; blends without an environment are skipped unless `only` names them.

@@ -95,6 +95,6 @@ class Rows:
         }
         kept = {name: tables.value(record, name, place) for name in self.keep}
         if taken := [name for name in kept if name in row]:
-            raise InputError(f"--keep {taken[0]}: the rows have a field of that name already")
+            raise InputError(f"--keep {taken[0]}: the rows already have a field of that name")
         row |= kept
         return {name: value for name, value in row.items() if value != ""}

@@ -86,7 +86,7 @@ class Output:
         self.datasets: Counter[str] = Counter()
 
     def write(self, row: dict, text: str = "") -> None:
-        """Appends a row; `text` is its existing line, if it has one, which is kept as is."""
+        """Appends a row; if its line exists already, `text` is that line, which is kept as is."""
         line = f"{(text or json.dumps(row)).strip()}\n".encode()
         self.file.write(line)
         self.hash.update(line)

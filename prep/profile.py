@@ -47,7 +47,7 @@ class Profile:
     """Arguments after `--`."""
 
     def run(self) -> int:
-        """Runs an evaluation and writes the rows. Raises InputError if it failed."""
+        """Runs an evaluation and writes the rows. Raises InputError if it fails."""
         stamp = time.strftime("%Y%m%d-%H%M%S")
         run_dir = self.run_dir or f"runs/profile-{Path(self.out).stem}-{stamp}"
         with files.rewriting(self.file, self.out) as output:

@@ -98,7 +98,7 @@ class ReasoningControl:
     off: float = OFF
     """Share of the rows that get enable_thinking = false for the chat template."""
     limited: float = LIMITED
-    """Share of the rows, in addition to those, that get a budget in max_output_tokens."""
+    """Share of the rows, in addition to `off`, that get a budget in max_output_tokens."""
     budgets: tuple[int, ...] = BUDGETS
     """Budgets in tokens, each used equally often."""
 

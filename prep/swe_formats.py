@@ -188,7 +188,7 @@ def row(found: Issue, scripts: Scripts, agent: str) -> dict[str, Any]:
 
 
 def base(found: Issue, image: str, registry: str) -> dict[str, Any]:
-    """Returns the fields that rows of all formats have."""
+    """Returns the fields that rows of all formats have in common."""
     if not found.id:
         raise Refused("instance_id is missing, expected a text")
     return {

@@ -40,7 +40,7 @@ class Swe:
     sources: tuple[str, ...] = ()
     """Data sets, given like SOURCE, that supply the fields that records lack, by instance_id."""
     tables: str = ""
-    """A Python that has swebench 4.1, swegym or swesmith, for records without a test script."""
+    """A Python with swebench 4.1, swegym or swesmith, for records without a test script."""
     agent: str = swe_formats.AGENT
     """Agent for records that name no agent."""
     harness: str = ""
