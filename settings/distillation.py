@@ -81,7 +81,7 @@ class TeacherSettings(RunSettings):
 
 
 def check_teachers(cfg: TeacherSettings) -> None:
-    """Refuses teachers that are unknown, unused, or contradict each other. Raises ValueError."""
+    """Refuses teachers that are unknown, unused or contradictory. Raises ValueError."""
     for agent, name in cfg.routes.items():
         check_name(cfg, f"routes[{agent!r}]", name)
     if cfg.default_teacher:
