@@ -82,7 +82,7 @@ class Crew:
         self.cfg = cfg
         self.cluster = cluster
         self.outages: Outages | None = None  # set at the first report that is not empty
-        self.ranks: dict[ActorHandle, int] = {}  # living worker -> its number
+        self.ranks: dict[ActorHandle, int] = {}  # living worker -> its rank
         self.started: set[ActorHandle] = set()  # the workers that have answered at least once
         self.watches: set[asyncio.Task] = set()
         self.turns = itertools.count()

@@ -75,7 +75,7 @@ def prepare(cfg: "TrainingSettings") -> None:
     The note is about a drafter that no update trains (runtime/engines/speculation.py). Raises
     InputError as `check` does.
     """
-    gc.disable()  # a collector would search a million objects repeatedly while libraries load
+    gc.disable()  # it would search a million objects repeatedly while libraries load
     try:
         check(cfg)
         check_installed(cfg)
