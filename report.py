@@ -3,7 +3,7 @@
     python report.py RUN_DIR           -> RUN_DIR/report.html
     python report.py RUN_DIR OTHER ... -> RUN_DIR/compare.html
 
-Everything but the tokenizer is read from the run's folder, and the run may still be going:
+Everything but the tokenizer is read from the run's folder, and the run may still be in progress:
 half-written lines and archives are left out, and so are parts of the page whose file is missing.
 """
 
