@@ -140,7 +140,7 @@ def gpus(cfg: "TrainingSettings | None" = None) -> Iterator[str]:
 def torch_refuses() -> str:
     """Returns why torch cannot use a GPU on this node; "" if it can.
 
-    It can under an older driver with compatibility libraries.
+    With compatibility libraries, it can use one even under an older driver.
     """
     tried = [sys.executable, "-c", "import torch; torch.ones(1, device='cuda').sum().item()"]
     try:

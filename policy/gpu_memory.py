@@ -42,7 +42,7 @@ def states(model: Model, cfg: "TrainingSettings") -> dict[str, float]:
     adapters = shard if cfg.policy.lora_rank else 0
     held = {"weights, float32": model_shard + adapters}
     held |= {"gradients, float32": shard, "AdamW moments": 2 * shard}
-    if cfg.has_reference and not cfg.policy.lora_rank:  # with LoRA, it shares memory
+    if cfg.has_reference and not cfg.policy.lora_rank:  # with LoRA, it shares the policy's memory
         held["reference of the KL"] = model_shard / 2
     return held
 

@@ -123,7 +123,7 @@ def over_slices(logits_CV: Tensor, target_C: Tensor, group: ProcessGroup) -> Sli
 
 
 class Saved(FunctionCtx):
-    """The values that `TokenLogprobs.forward` saves for its backward."""
+    """The values that `TokenLogprobs.forward` saves for the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

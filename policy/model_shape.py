@@ -169,7 +169,7 @@ def mamba_bytes(config: PretrainedConfig) -> int:
 
 
 def feed_forward_bytes(hidden: int, config: PretrainedConfig) -> int:
-    """Returns the bytes per token that `down(silu(gate) * up)` saves for its backward.
+    """Returns the bytes per token that `down(silu(gate) * up)` saves for its backward pass.
 
     These are four bf16 tensors of the inner width. Each of a token's experts also copies its input
     and its output.
