@@ -81,7 +81,7 @@ def watched(
         while not over.wait(CHECK_SECONDS):
             try:
                 is_cut = store.check([CUT])
-            except RuntimeError:  # rank 0, whose store it is, is gone
+            except RuntimeError:  # rank 0, which owns the store, is gone
                 is_cut = True
             if over.is_set():
                 return
