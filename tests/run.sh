@@ -72,7 +72,8 @@ beside=$!
 trap 'kill $beside 2>/dev/null || cat "$types"; rm "$types"' EXIT
 failed=0
 [ -z "${GRPO_SHUFFLE:-}" ] || chosen+=(-p randomly) # the end of the run prints the seed
-at_once=$(($(nproc) > 3 ? $(nproc) - 1 : 2))  # most of an end-to-end test is starting processes
+# Tests wait for processes and deadlines for a third of their time.
+at_once=$(($(nproc) > 3 ? $(nproc) - 1 : $(nproc) + 1))
 .venv/bin/python -m pytest -n $at_once --dist loadgroup --no-loadscope-reorder --durations 10 \
     "${chosen[@]}" || failed=$?
 wait $beside || failed=$?

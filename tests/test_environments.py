@@ -24,7 +24,10 @@ ELSEWHERE |= {"tools/conversation", "proofs/lean_refinement", "swe/swe"}
 
 
 def test_a_file_with_rows_of_all_of_them_trains(tiny_model, tmp_path, lean):
-    """Three steps over each file's first row; rewards are logged by environment and data set."""
+    """Three steps over each file's first row; rewards are logged by environment and data set.
+
+    The policy is held near a frozen reference, as in configs/rlhf.py.
+    """
     if why := sandbox.problem():
         pytest.skip(why)
     rows = []
@@ -39,12 +42,14 @@ def test_a_file_with_rows_of_all_of_them_trains(tiny_model, tmp_path, lean):
         own = Services(tool_parser="hermes", lean=lean, images=str(tmp_path), judges=judges)
         cfg = make_config(tiny_model, tmp_path)
         sizes = {"prompts_per_step": len(rows), "group_size": 2, "skip_zero_advantage": False}
-        cfg = changed(cfg, data=data, services=own, **sizes)
+        cfg = changed(cfg, data=data, services=own, kl_coef=1e-4, **sizes)
+        assert cfg.has_reference
         program = Program(cfg).succeeds()
     assert judge.asked
     steps = program.steps()
     assert [metrics["step"] for metrics in steps] == [1, 2, 3]
     assert not program.lines("dropped.jsonl")
+    assert steps[-1]["kl_penalty"] > 0
     expected = {f"reward/{row['agent_ref']['name']}/{row['dataset']}" for row in rows}
     assert all(expected <= metrics.keys() for metrics in steps)
     served = {registry.served()[row["agent_ref"]["name"]] for row in rows}

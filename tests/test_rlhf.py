@@ -90,6 +90,7 @@ def figures(program: Program, lines: list[dict]) -> list[dict]:
     return steps
 
 
+@pytest.mark.long
 def test_rlhf_trains_on_what_a_judge_says_of_pairs(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGES_FILE", str(tmp_path / "judges"))
     with Judge(letters, model="genrm") as server:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import itertools
-import os
 
 import pytest
 import torch
@@ -19,11 +18,12 @@ from test_generator import (
 
 from rollout.episode import Request
 from support.configs import changed
+from support.examples import tries
 from support.program import Program
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("truncated")]
 TOP = {"top_p": 0.9, "top_k": 40, "min_p": 0.2}
-TOKENS = int(os.environ.get("GRPO_TOKENS", "20000"))
+TOKENS = tries(20_000)
 BINS = 100
 CHI_SQUARE = 161  # of 99 degrees of freedom; more is seen once in 10,000 times
 
