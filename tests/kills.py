@@ -7,7 +7,7 @@ Half a minute each, alone on the machine. Flags are those of grpo_async.py: --po
 Needs models/tiny and data/tiny (launch/make_tiny.py). Each point of
 support/kill_points/sitecustomize.py (a role, and what it is about to do or has just done) is hit
 twice in 68 kills: by SIGKILL, and by SIGSTOP, when nothing dies and deadlines must notice. A point
-of the disk raises EIO and ENOSPC instead, once each. The run trains in two parts, validates every
+of the disk raises EIO and ENOSPC instead, once each. The run trains in seven parts, validates every
 third step, and saves and verifies after each step. It has two engines, and one after every second
 start. After the loss of an engine (the actor, or vLLM's process in it) or of a rollout worker it
 must have trained two more steps in time, and the same holds after an error of the disk. A dead
@@ -44,7 +44,7 @@ from runtime.startup import preflight
 from settings import reader
 
 FLAGS = {"steps": 100_000, "save_period": 1, "engine.verify_sync_every": 1, "val_period": 3}
-FLAGS |= {"rollout_workers": 2, "train_parts": 2}
+FLAGS |= {"rollout_workers": 2, "train_parts": 7}
 FLAGS |= {f"timeouts.{name}": 20 for name in ("rollout", "train", "sync")}
 FATAL = ("trainer", "driver")
 GOOD = ("recovered", "ended by name")
