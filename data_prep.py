@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     if isinstance(command, Profile):
         command = dataclasses.replace(command, overrides=tuple(argv[at + 1 :]))
     elif at < len(argv):
-        raise InputError("only profile takes --: the words after it go to its run")
+        raise InputError("only profile accepts --: the words after it are passed to its run")
     try:
         return command.run()
     except OSError as error:  # a full disk, a read-only folder

@@ -310,7 +310,7 @@ class Run:
         """Starts what training needs, then trains; any task that fails ends the run."""
         self.cluster.on_signal(self.leave)
         await loops.start()
-        async with asyncio.TaskGroup() as self.tasks:  # the writers of checkpoints run among them
+        async with asyncio.TaskGroup() as self.tasks:  # includes the tasks that write checkpoints
             watched = [self.cluster.watch(trainer) for trainer in self.cluster.trainers]
             tasks = [self.tasks.create_task(watch) for watch in watched]
             await loops.train()

@@ -914,7 +914,7 @@ class Trainer(SendingRank[Config]):
         return Trained.of(means, scored, step, self.cfg.correction.sequence_error_limit)
 
     def pack_rows(self, update: Update, groups: Sequence[list[Sample]]) -> list[PackedRow]:
-        """Packs the rows of an update, whose places name a group by its number in `groups`."""
+        """Packs the rows of an update. In a place (g, j), g is an index in `groups`."""
         # All parts of a step divide by the counts of the first one: the total is not yet known.
         planned = self.gradients.first_part(update)
         rows = []
@@ -1146,7 +1146,7 @@ class Run(Generic[C]):
 
         With --eval_only, the checkpoint may come from another dataset, and training is not resumed.
         """
-        # Engines that share GPUs start after the trainers, so that vLLM sees how much is free.
+        # Engines that share GPUs start after the trainers, so vLLM sees how much memory is free.
         if not self.cluster.shares_gpus():
             self.engines.fleet.launch_missing()
         await self.cluster.start_trainers()
@@ -1174,7 +1174,7 @@ class Run(Generic[C]):
         self.cluster.on_signal(self.leave)
         await start()
         async with asyncio.TaskGroup() as tasks:
-            self.tasks = tasks  # the writers of checkpoints run among them
+            self.tasks = tasks  # includes the tasks that write checkpoints
             background = [
                 tasks.create_task(generate()),
                 tasks.create_task(self.engines.repair_forever(self)),

@@ -219,7 +219,7 @@ def first_of(error: Exception) -> Exception:
 
 
 def verdict(plan: Plan, found: Findings) -> str:
-    """Prints what binds, and the best of some changes."""
+    """Prints what limits the step, and which of several changes helps most."""
     lag = plan.cfg.max_lag
     said = f"{shown(found.seconds)} a step, bound by "
     if found.binds == "longest rollout":

@@ -176,7 +176,7 @@ def run(folder: Path, side: str, steps: int, size: int, settings: dict) -> dict:
 
 
 def main() -> None:
-    """Compares losses, then times: TRL's settings, and ours before and after the fastest."""
+    """Compares losses, then times: ours, each of TRL's settings, and ours again."""
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
     vs_trl.install_trl()
     with tempfile.TemporaryDirectory() as name:

@@ -29,8 +29,8 @@ from settings.environment_services import Services
 T = TypeVar("T")
 # Fields that may contain a row's reference answer; the first one present is used.
 REFERENCES = ("expected_answer", "answer", "reference_answer", "ground_truth", "solution")
-SHOWN = 800  # maximum number of characters shown of a text
-SECONDS = 120.0  # seconds that an async verify may take
+SHOWN = 800  # maximum number of characters of a text to print
+SECONDS = 120.0  # limit for an asynchronous `verify`, in seconds
 
 
 class Answer(NamedTuple):

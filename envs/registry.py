@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def environment(name: str) -> ModuleType:
-    """Returns the module that serves `agent_ref.name` == `name`.
+    """Returns the module that serves rows whose `agent_ref.name` is `name`.
 
     Agents that no module declares are left to NeMo-Gym's servers if services.nemo_gym names any.
     Raises ValueError with similar names if no module serves `name`, and ModuleError with file and

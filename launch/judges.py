@@ -50,7 +50,7 @@ def read(text: str, gpus: int) -> list[Judge]:
         if int(size) > gpus:
             raise ValueError(f"{name} takes {size} GPUs, but a node has {gpus}")
     if not found:
-        raise ValueError(f"it is empty: expected lines of {EXPECTED}")
+        raise ValueError(f"it has no lines: expected {EXPECTED}")
     if len({bool(judge.count) for judge in found}) > 1:
         raise ValueError("some lines have a count: expected xCOUNT in all of them, or in none")
     return found

@@ -125,7 +125,7 @@ def split(text: str, marks: tuple[str, str] = THINK) -> Parts:
 def flaw(
     text: str, form: CallForm = ANY, marks: tuple[str, str] = THINK, parsed: int | None = None
 ) -> str:
-    """Returns the flaw of an answer, one of FLAWS.
+    """Returns the flaw in an answer, one of FLAWS.
 
     Tool calls are checked first, as in NeMo-RL's nemo_gym.py.
 

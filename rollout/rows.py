@@ -38,7 +38,7 @@ class Rows(Sequence[dict]):
         self.checksums = array("I")
 
     def add(self, start: int, line: int, text: bytes) -> None:
-        """Adds a row that has been found good."""
+        """Adds a row that passed its checks."""
         self.starts.append(start)
         self.lines.append(line)
         # Without the line break: the last line gets one when rows are appended to the file.

@@ -159,7 +159,7 @@ def of_engine(engine: "EngineSettings") -> None:
     """Refuses arguments that the run itself sets, and values out of range. Raises ValueError."""
     for name, setting in OWN_ENGINE_ARGS.items():
         if name in engine.args:
-            by = f" by {setting}" if setting else ""
+            by = f" from {setting}" if setting else ""
             raise ValueError(f"engine.args sets {name!r}, which the run itself sets{by}")
     count = engine.arguments["max_num_seqs"]
     if not isinstance(count, int) or isinstance(count, bool) or count <= 0:

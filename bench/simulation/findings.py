@@ -156,7 +156,7 @@ def longest_of(trace: Trace, steps: list[Step]) -> Longest:
 
 
 def seconds(span: Span) -> float:
-    """Returns the seconds from a group's start to its end, without earlier tries of its slot."""
+    """Returns the seconds from a group's start to its end; earlier attempts do not count."""
     return span.ended - span.began
 
 

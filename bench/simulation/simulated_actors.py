@@ -385,7 +385,7 @@ Actor = EngineActor | TrainerActor | TeacherActor | WorkerActor
 
 
 class Group:
-    """One try of one prompt's rollouts, which continue from the drafts of an earlier try."""
+    """An attempt at a prompt's rollouts, which continues from the drafts of an earlier one."""
 
     env = ""
 

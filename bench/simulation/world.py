@@ -142,7 +142,7 @@ class Checkpoints:
         return {}
 
     async def save(self, state: dict, ready: list, tasks: asyncio.TaskGroup) -> None:
-        """Lets the trainers copy, and then write while they train."""
+        """Has the trainers copy their state, and then write it while they train."""
         await self.written()
         await asyncio.gather(*(trainer.save.remote("") for trainer in self.run.cluster.trainers))
         self.saving = tasks.create_task(asyncio.sleep(self.hardware.write))

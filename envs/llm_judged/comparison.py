@@ -94,7 +94,7 @@ def verdicts(text: str) -> list[Verdict]:
 
 
 def veiled(text: str) -> str:
-    """Returns a text without a verdict: if it has one, doubled braces make that invalid JSON."""
+    """Returns a text; if it has a verdict, doubles its braces, so that it is no JSON any more."""
     return text.replace("{", "{{").replace("}", "}}") if verdicts(text) else text
 
 

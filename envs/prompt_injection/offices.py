@@ -29,7 +29,7 @@ from envs.prompt_injection.worlds import (
     write,
 )
 
-LONGEST = 1000  # characters or items that hours times a rate may have
+LONGEST = 1000  # limit for hours times a rate, in characters or items
 
 # --- messages in several offices ------------------------------------------------------------------
 

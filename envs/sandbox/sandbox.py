@@ -558,7 +558,7 @@ async def finish(process: asyncio.subprocess.Process, limits: Limits) -> Ran:
         # asyncio waits for a process until its pipes are read to the end.
         rest = asyncio.create_task(end(process.stdout)) if out.done() else out
         await kill(process)
-        # If nothing isolates it, a process that it left behind may keep the pipes open.
+        # Without isolation, a process that it left behind may keep the pipes open.
         for _ in range(10):  # a pause of this process costs at most one of these waits
             await asyncio.wait({out, rest, err}, timeout=TICK / 10)
         seconds = time.monotonic() - clock.began

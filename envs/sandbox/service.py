@@ -88,7 +88,7 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
     # text.
     request = json.dumps({"source": source, "stdin": stdin}) + "\n"
     seconds = START + SHARE * limits.seconds
-    longest = 6 * (limits.output + STDERR) + 1000  # a byte of output is at most six of JSON
+    longest = 6 * (limits.output + STDERR) + 1000  # JSON escapes a byte with six at most
     allowed = limits._replace(seconds=seconds, output=longest)
     reply = await execute(url, code, "python", request, allowed)
     if reply["process_status"] == "timeout":

@@ -303,5 +303,5 @@ def _share(tests: Sequence[str], found: dict[str, str], states: tuple[str, ...])
 
 
 def _plain(test: str) -> str:
-    """Returns a test's name as R2E-Gym prints it, without colours and the text after it."""
+    """Returns a test's name as R2E-Gym prints it, without colours or the text that follows."""
     return COLOURS.sub("", test).split(" - ")[0]

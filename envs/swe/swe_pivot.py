@@ -7,9 +7,10 @@ As in NeMo-Gym, only the first call in the answer is judged. Its tool must be th
 same purpose (TOOLS in envs/swe/coding_calls.py). An edit needs the same command and file (the last
 two parts of its path), a view 80 % of the lines; a shell command the same program, a path in common
 (its last three parts) and a similarity of 0.3; a search or a read the same path. The reward then
-depends on the similarity of the edited text (the lower of old and new text) or of the command.
-"binary" gives 1.0 from 0.8 up. "continuous" gives 0.5 at 0.4, rising to 1.0 at 0.8, minus up to a
-tenth for the size of an edit. Similarity is difflib's ratio for the first 2,000 characters.
+depends on the similarity of the edited text (of the old or the new text, whichever is lower) or of
+the command. "binary" gives 1.0 from 0.8 up. "continuous" gives 0.5 at 0.4, rising to 1.0 at 0.8,
+minus up to a tenth for the size of an edit. Similarity is difflib's ratio for the first 2,000
+characters.
 
 Deliberate deviations: arguments that are not a JSON object earn 0, as do a call without the path or
 shell command of the expected call, and an edit that changes nothing. NeMo-Gym rewards them.

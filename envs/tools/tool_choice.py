@@ -124,7 +124,7 @@ def verify(row: dict, response: str) -> Reward:
 
 
 def settings_of(row: dict) -> Settings:
-    """Returns a row's own settings, completed by its agent's."""
+    """Returns a row's settings; those that it lacks are its agent's."""
     agent = row["agent_ref"]["name"]
     of_agent = (settings for name, settings in BY_AGENT.items() if agent.startswith(name))
     own = row.get("tool_call_comparator_config") or {}

@@ -53,7 +53,7 @@ class Engine:
     """One engine of the fleet, as the driver knows it."""
 
     actor: "ActorHandle"  # actor of a Generator
-    number: int  # order of launch, in which equally busy engines are chosen
+    number: int  # order of launch; of equally busy engines the lowest number is chosen
     home: str  # its node; "" for any node
     start: asyncio.Future  # done when it has started, or failed to start
     state: State = State.STARTING

@@ -177,7 +177,7 @@ def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") 
         shape = list(state[name].shape)
         if found[name].shape != shape:
             raise InputError(
-                f"model = {folder!r}: {name} is {found[name].shape}, "
+                f"model = {folder!r}: {name} has shape {found[name].shape}, "
                 f"{shape} expected by {architecture} in config.json"
             )
         if state[name].is_floating_point() and "F" not in found[name].dtype:
@@ -223,8 +223,8 @@ def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
     limit = max(positions * factor, getattr(text, "model_max_length", None) or 0)
     if cfg.sampling.max_model_len > limit and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         raise InputError(
-            f"sampling.max_model_len = {cfg.sampling.max_model_len}: the model's config.json has "
-            f"max_position_embeddings = {positions}: lower it"
+            f"sampling.max_model_len = {cfg.sampling.max_model_len}: expected at most the limit of "
+            f"the model's config.json, which has max_position_embeddings = {positions}"
         )
 
 

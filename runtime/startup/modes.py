@@ -46,7 +46,7 @@ class Loops(NamedTuple):
 
 
 class TrainingRun(Protocol):
-    """A run of any algorithm, as the modes use it."""
+    """The part of a run that the modes use, whatever its algorithm."""
 
     cluster: Cluster
     checkpoints: Checkpoints
@@ -80,7 +80,7 @@ class TrainingRun(Protocol):
 
 
 class GroupBuffer(Protocol):
-    """The buffer of finished groups, as the modes use it."""
+    """The part of the rollout buffer that the modes use."""
 
     max_lag: int
     next_step: int
@@ -100,7 +100,7 @@ class GroupBuffer(Protocol):
 
 
 class StreamPlace(Protocol):
-    """The place of a run in the stream of prompts, as the modes use it."""
+    """The part of a run's progress through its prompts that the modes use."""
 
     next_slot: int
     next_prompt: int

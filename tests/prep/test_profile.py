@@ -80,5 +80,5 @@ def test_what_fails_is_named_and_leaves_nothing(profiled, tmp_path, rollouts, co
 
 
 def test_settings_of_a_run_belong_to_profile_alone():
-    with pytest.raises(InputError, match="only profile takes --"):
+    with pytest.raises(InputError, match="only profile accepts --"):
         data_prep.main(["check", "a.jsonl", "--", "--seed", "1"])
