@@ -9,7 +9,7 @@ vLLM processes the layer as it does after its own loaders. The loaders still fil
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.interfaces_base import VllmModel
 
 Weights = Iterable[tuple[str, Tensor]]
-Loaded = TypeVar("Loaded")
 
 
 class Part(NamedTuple):
@@ -218,12 +217,21 @@ class Copies:
                 whole.add(path)
         return noted, whole
 
-    def load(self, load_weights: Callable[[Weights], Loaded], weights: Weights) -> Loaded:
-        """Loads a whole policy; vLLM's `load_weights` gets the tensors that have no copies."""
-        return load_weights(self._left_of(weights))
+    def load(
+        self, load_weights: Callable[[Weights], set[str] | None], weights: Weights
+    ) -> set[str] | None:
+        """Loads a whole policy; vLLM's `load_weights` gets the tensors that have no copies.
+
+        Returns the names of the loaded parameters, from which vLLM concludes which ones were not
+        loaded. Returns None if `load_weights` does not return names.
+        """
+        copied: set[str] = set()
+        loaded = load_weights(self._left_of(weights, copied))
+        return None if loaded is None else loaded | copied
 
     @torch.no_grad()
-    def _left_of(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def _left_of(self, weights: Weights, copied: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors without copies; adds to `copied` the parameters that copies fill."""
         arrived: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in weights:
             if name not in self.readers:
@@ -232,6 +240,7 @@ class Copies:
                 arrived[path][name] = tensor
                 if len(arrived[path]) == self.sources[path]:
                     self._fill(path, arrived.pop(path))
+                    copied |= {f"{path}.{copy.target}" for copy in self.filled[path]}
 
     def _fill(self, path: str, sent: dict[str, Tensor]) -> None:
         """Copies the parts of a layer, and has vLLM process it."""

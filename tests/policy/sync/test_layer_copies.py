@@ -96,18 +96,22 @@ class Model(nn.Module):
         return load
 
     def load_weights(self, weights):
+        loaded = set()
         for name, tensor in weights:
             self.asked.append(name)
             for layer, (_, loads) in WAYS.items():
                 if name in loads:
                     weight = getattr(self, layer).weight
                     weight.weight_loader(weight, tensor, name)
+                    loaded.add(f"{layer}.weight")
+        return loaded
 
     def reload(self, tensors, load_weights):
-        """An update, as vLLM makes it."""
+        """An update, as vLLM makes it; returns the parameters that vLLM takes for loaded."""
         layerwise.initialize_layerwise_reload(self)
-        load_weights(iter(tensors.items()))
+        loaded = load_weights(iter(tensors.items()))
         layerwise.finalize_layerwise_reload(self, CONFIG.model_config)
+        return loaded
 
 
 def drawn(seed: int) -> dict[str, torch.Tensor]:
@@ -130,7 +134,8 @@ def test_layers_that_copies_fill_need_no_loader_and_get_its_bits():
     for name, weight in model.named_parameters():
         assert torch.equal(weight, before[name]), "asked, a loader changes nothing"
     model.asked.clear()
-    model.reload(drawn(2), lambda weights: copies.load(model.load_weights, weights))
+    loaded = model.reload(drawn(2), lambda weights: copies.load(model.load_weights, weights))
+    assert loaded == {name for name, _ in model.named_parameters()}, "vLLM would warn of others"
     by_copies = {name: weight.clone() for name, weight in model.named_parameters()}
     slow = {name for layer in SLOW for name in WAYS[layer][1]}
     assert set(model.asked) == slow | {"other.unread"}
@@ -180,7 +185,7 @@ def test_experts_that_move_between_updates_go_through_the_loaders():
     moving = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=True))
     copies = Copies(model, moving, metas())
     sent = drawn(3)
-    assert list(copies._left_of(sent.items())) == list(sent.items()) and not model.asked
+    assert list(copies._left_of(sent.items(), set())) == list(sent.items()) and not model.asked
 
 
 def test_a_layer_that_is_not_being_reloaded_is_refused():
