@@ -21,6 +21,7 @@ OF_ONE_PROCESS = re.compile(
 )
 OLDEST_DRIVER = 580  # NVIDIA's driver version for CUDA 13
 FILES = 64  # assumed: files that a process opens for each trainer rank or engine worker it meets
+OTHER_FILES = 256  # assumed: files that it opens besides; a process of the tiny job opens up to 79
 CONNECT_SECONDS = 3.0  # limit for reaching the head of a cluster
 # The children of a killed actor are killed too, but not by Ray's subreaper: with it, every program
 # that an actor starts seems to exit with status 0. Each actor has its own process, so Ray need not
@@ -61,8 +62,8 @@ def variables() -> dict[str, str]:
 def connect(cfg: TrainingSettings) -> placement.Places:
     """Joins the cluster at RAY_ADDRESS, or starts one on this machine; returns the actors' places.
 
-    Raises InputError if there is no such cluster, if Ray does not start, or if the actors do not
-    fit.
+    Raises InputError if there is no such cluster, if Ray does not start, if this machine's limit of
+    open files is too low for a run of its own, or if the actors do not fit.
     """
     # Ray prints a traceback for each result of a failed call that is not fetched. The first one
     # fetched has raised the error already.
@@ -71,6 +72,9 @@ def connect(cfg: TrainingSettings) -> placement.Places:
     check_address(address or "")
     options: dict[str, str | bool | dict[str, bool]] = {}
     if not address:
+        problem = short_of_files(cfg.policy.ranks + cfg.demand.engines * cfg.demand.engine_gpus)
+        if problem:
+            raise InputError(problem)
         options = {
             "address": "local",  # never a cluster that another user has left running here
             "include_dashboard": False,
@@ -95,7 +99,7 @@ def connect(cfg: TrainingSettings) -> placement.Places:
     return placement.plan(cfg, placement.nodes())
 
 
-def short_of_files(met: int, beside: int = 0) -> str:
+def short_of_files(met: int, beside: int = OTHER_FILES) -> str:
     """Explains why a process that meets `met` others may open too few files; "" if not.
 
     `beside` is the number of files that do not depend on `met`. The hard limit counts, because
@@ -106,7 +110,8 @@ def short_of_files(met: int, beside: int = 0) -> str:
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return ""
     return (
-        f"ulimit -Hn is {limit}, but {met} ranks and engine workers need {needed}: "
+        f"ulimit -n is at most {limit} (ulimit -Hn), but a process that meets {met} ranks and "
+        f"engine workers needs {needed} open files: "
         "raise nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd"
     )
 

@@ -89,7 +89,8 @@ def test_a_limit_of_open_files_that_is_too_low_for_the_world_is_named(monkeypatc
     large = changed(grpo_async.Config(), ranks=256, count=144, tensor_parallel=4)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 8192))
     (said,) = submit_check.files(large)
-    assert said.startswith("ulimit -Hn is 8192, but 832 ranks and engine workers need 57344: raise")
+    assert said.startswith("ulimit -n is at most 8192 (ulimit -Hn), but a process that meets 832 ")
+    assert " ranks and engine workers needs 57344 open files: raise nofile in" in said
     assert not list(submit_check.files(grpo_async.Config()))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, -1))
     assert not list(submit_check.files(large))

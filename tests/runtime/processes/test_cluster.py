@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -27,6 +28,7 @@ from runtime.processes import actors, ray_start
 from runtime.processes.cluster import ROOT, Cluster, claim
 from runtime.processes.trainer_rank import Rank
 from support.configs import changed
+from support.program import ran
 from support.tables import table
 
 CASES = table(Path(__file__).parents[1] / "cases.txt")
@@ -272,9 +274,23 @@ def test_threads_are_those_of_the_node_that_a_process_is_on(cpus, threads, monke
 
 def test_a_rank_that_may_not_open_enough_files_says_so_before_anybody_waits_for_it(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    expected = f"{os.uname().nodename}: ulimit -Hn is 4096, but 577 ranks .* need 36928: raise"
+    expected = f"{os.uname().nodename}: ulimit -n is at most 4096 .* needs 37184 open files: raise"
     with pytest.raises(RuntimeError, match=expected):
         Rank(Config()).open_store(577)
+
+
+LOOK = "from grpo_async import Config; from runtime.processes.ray_start import connect; "
+LOOK += "connect(Config())"
+
+
+@pytest.mark.slow
+def test_a_limit_of_open_files_below_that_of_the_smallest_run_is_named_before_ray_starts():
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = ran("prlimit", "--nofile=64", sys.executable, "-c", LOOK, env=env)
+    assert done.returncode == 1
+    told = r"error: ulimit -n is at most 64 \(ulimit -Hn\), but a process that meets 2 ranks and "
+    told += r"engine workers needs 384 open files: raise nofile in .*\n"
+    assert re.fullmatch(told, done.stderr)
 
 
 def test_a_driver_that_is_too_old_is_named(monkeypatch):
