@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
-from core.errors import InputError, shown
+from core.errors import InputError, in_one_line, shown
 from core.jsonl import METRICS, parse, place, read
 from rollout.answer_markup import FLAWS
 from runtime.checkpoints.archive import listed
 from runtime.reporting.health import Finding, Series, health
-from runtime.reporting.log import in_one_line
 from runtime.reporting.summary import summary
 from settings.config import TrainingSettings
 

@@ -1,8 +1,12 @@
 """Defines the errors that end a program or a run, and formats errors and paths as one line."""
 
 import os
+import re
 import traceback
 from pathlib import Path
+
+# How Ray names an actor whose process has died. Beside it, Ray only guesses why.
+DEAD_ACTOR = re.compile(r"class_name: (\w+)$.*^\s*pid: (\d+)$", re.MULTILINE | re.DOTALL)
 
 
 class InputError(SystemExit):
@@ -32,6 +36,20 @@ def brief(error: BaseException) -> str:
     """Returns another library's error as one line of at most 300 characters."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns an error's last line, preceded by the last file and line of a remote traceback.
+
+    Of an actor that has died, returns its class and its process.
+    """
+    text = str(error)
+    dead = DEAD_ACTOR.search(text)
+    if dead:
+        return f"{dead[1]} died (process {dead[2]})"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
+    places = [line for line in lines if line.startswith('File "')]
+    return ": ".join([*places[-1:], lines[-1]])
 
 
 class RunError(RuntimeError):

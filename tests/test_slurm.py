@@ -46,7 +46,7 @@ case "$*" in
     case $MODE in
     leaves) trap 'echo saved; exit 0' USR1; for i in {1..600}; do sleep 0.2; done ;;
     refuses) echo "error: too few GPUs" >&2; exit 1 ;;
-    dies) echo "Traceback (most recent call last):" >&2; exit 1 ;;
+    dies) echo "error: Trainer died (process 7); traceback: runs/x/t.txt" >&2; exit 1 ;;
     killed) kill -KILL $$ ;;
     esac ;;
 esac

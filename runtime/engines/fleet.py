@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tqdm import tqdm
 
 from core import waits
-from core.errors import RunError
+from core.errors import RunError, in_one_line
 from core.waits import answer, within
 from runtime.engines import repair
 from runtime.engines.probe import Probe
@@ -313,7 +313,7 @@ class Fleet:
             kill(engine.actor)
             self.error = error
             self.discarded += 1
-            tqdm.write(f"an engine is lost: {error}")
+            tqdm.write(f"an engine is lost: {in_one_line(error)}")
             self.missing.set()
 
     def retire(self, engine: Engine, state: State = State.FRESH) -> None:

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from core import waits
+from core.errors import in_one_line
 from core.waits import answer, together, unless_stopped, within
 from policy.sync.weight_sync import CutOff, Sender
 from runtime.reporting.console import phase
@@ -41,9 +42,10 @@ def allowed(fleet: "Fleet") -> bool:
         fleet.is_held = False
         return True
     if not fleet.engines:
+        assert fleet.error
         raise RuntimeError(
             f"engines were lost more than MAX_RESTARTS = {MAX_RESTARTS} times in an hour "
-            f"(runtime/engines/repair.py): {fleet.error}"
+            f"(runtime/engines/repair.py): {in_one_line(fleet.error)}"
         ) from fleet.error
     if not fleet.is_held:
         fleet.is_held = True

@@ -62,17 +62,6 @@ def redirect(folder: Path, name: str) -> None:
     faulthandler.enable()
 
 
-def last_lines(cfg: TrainingSettings, lines: int = 8) -> str:
-    """Returns the last lines of the six latest logs, the latest log first, for an error message."""
-    paths = sorted(Path(cfg.run_dir).glob("**/logs/*.log"), key=os.path.getmtime, reverse=True)
-    shown = []
-    for path in paths[:6]:
-        text = path.read_text(errors="replace").splitlines()
-        if text:
-            shown += [f"--- {path.name}", *text[-lines:]]
-    return "\n".join(shown)
-
-
 def has_gpus() -> bool:
     """Returns whether the cluster has GPUs."""
     import ray

@@ -17,9 +17,10 @@ from tqdm import tqdm
 from core.errors import InputError, shown
 from rollout.rows import quarantine
 from runtime.processes import placement
-from runtime.processes.actors import actor, has_gpus, last_lines
+from runtime.processes.actors import actor, has_gpus
 from runtime.processes.trainer_rank import meet
-from runtime.reporting.console import phase
+from runtime.reporting import failure
+from runtime.reporting.console import close_bars, phase
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:
@@ -59,14 +60,24 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leaves Ray and frees the run folder; after an error, prints the last lines of logs."""
+        """Leaves Ray and frees the run folder.
+
+        After an error, prints the last lines of logs, and raises SystemExit with one sentence about
+        the error instead of it.
+        """
         if isinstance(error, Exception):
-            print(last_lines(self.cfg), file=sys.stderr)
+            close_bars()
+            print(failure.last_lines(self.cfg), file=sys.stderr)
         import ray
 
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C does not wait for Ray
         ray.shutdown()
+        sentence = ""
+        if isinstance(error, Exception):  # after Ray: it may hold the last files that may be open
+            sentence = failure.ending(self.cfg, error)
         self.lock.close()
+        if sentence:
+            raise SystemExit(sentence) from None
 
     def shares_gpus(self) -> bool:
         """Returns whether trainers and engines use the same GPUs."""

@@ -28,6 +28,12 @@ def phase(what: str) -> None:
     tqdm.write(f"{time.monotonic() - BEGAN:4.0f} s  {what}")
 
 
+def close_bars() -> None:
+    """Ends all bars of this process, so that what follows is printed below them."""
+    for bar in sorted(tqdm._instances, key=lambda bar: bar.pos):  # the lowest one first
+        bar.close()
+
+
 def shown_metrics(metrics: Mapping[str, float]) -> str:
     """Formats the step metrics that are shown."""
     return "  ".join(form.format(metrics[k]) for k, form in SHOWN.items() if k in metrics)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from core.errors import RunError
+from core.errors import RunError, in_one_line
 from core.jsonl import LineFile, WriteError
 from core.waits import in_thread, within
 from runtime.reporting import config_json
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
     from rollout.episode import Group, SampleInfo
     from runtime.reporting.wandb_board import Board
     from runtime.rollouts.dispatch import Slot
-
-
-def in_one_line(error: BaseException) -> str:
-    """Returns an error's last line, preceded by the last file and line of a remote traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    places = [line for line in lines if line.startswith('File "')]
-    return ": ".join([*places[-1:], lines[-1]])
 
 
 class Log:

@@ -161,17 +161,6 @@ def test_which_modes_work_in_the_folder_of_a_run(tmp_path, fields, allowed):
         claim(ask(tmp_path, **fields))
 
 
-def test_the_last_lines_of_the_latest_logs_come_first(tmp_path):
-    (tmp_path / "logs").mkdir()
-    for age, name in enumerate(("Generator", "Trainer", "RolloutWorker")):
-        path = tmp_path / "logs" / f"{name}-host-1.log"
-        path.write_text("".join(f"{name} {i}\n" for i in range(9)) if age else "")
-        os.utime(path, (1000 - age, 1000 - age))
-    expected = ["--- Trainer-host-1.log", "Trainer 7", "Trainer 8"]
-    expected += ["--- RolloutWorker-host-1.log", "RolloutWorker 7", "RolloutWorker 8"]
-    assert actors.last_lines(ask(tmp_path), 2).splitlines() == expected
-
-
 @pytest.fixture
 def handlers():
     """Signal handlers that a test may change."""

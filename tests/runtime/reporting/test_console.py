@@ -13,7 +13,7 @@ from conftest import write_rows
 
 from core.errors import shown
 from runtime.reporting import console
-from runtime.reporting.console import Bars, Lines, phase
+from runtime.reporting.console import Bars, Lines, close_bars, phase
 from runtime.reporting.summary import summary
 
 ROOT = Path(__file__).parents[3]
@@ -59,7 +59,9 @@ def test_the_log_of_a_thousand_steps_is_short(capsys):
     assert len(capsys.readouterr().out) < 100_000
 
 
-def test_bars_start_with_the_first_step(capsys):
+@pytest.mark.parametrize("close", [Bars.close, lambda bars: close_bars()])
+def test_bars_start_with_the_first_step(close, capsys):
+    """They end with a run, or with what it prints when it fails."""
     bars = Bars(config("runs/a"))
     bars.show_ready(3, 4)
     assert capsys.readouterr().err == ""
@@ -67,7 +69,8 @@ def test_bars_start_with_the_first_step(capsys):
     bars.show_ready(3, 4)
     bar, ready = bars.bars
     assert (bar.initial, bar.n, bar.total, ready.n, ready.total) == (11, 12, 40, 3, 4)
-    bars.close()
+    close(bars)
+    assert bar.disable and ready.disable
     assert "reward 0.500  lag 0.25" in capsys.readouterr().err
 
 

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 import report
+from core.errors import in_one_line
 from core.jsonl import LineFile, WriteError
 from grpo_async import Config
 from rollout.episode import Sample
-from runtime.reporting.log import Log, in_one_line
+from runtime.reporting.log import Log
 from runtime.rollouts.dispatch import Slot
 from support.configs import changed
 
