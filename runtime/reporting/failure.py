@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import tempfile
 import traceback
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from core.errors import RunError, in_one_line, shown
 from settings.config import TrainingSettings
 
 TAIL = 1 << 16  # bytes at the end of a log that are read
+FULL = 1 << 20  # a disk with fewer free bytes is called full
 LONGEST = 600  # characters of an error or of a log's line in a sentence
 NEAR_END = 20  # lines at the end of a log, among which the error is that ended the process
 # What a machine ran out of, and how libraries word it.
@@ -71,6 +73,9 @@ def reason(cfg: TrainingSettings, error: Exception) -> str:
             lack = "" if line.startswith(" ") else exhausted(line)  # " ": a frame of a traceback
             if lack:
                 return f"{lack}: {told}" if line in told else f"{lack}: {told}: {line}"
+    for folder in (cfg.run_dir, ray_folder()):
+        if is_full(folder):
+            return f"the disk of {folder} is full: {told}"
     if any(map(gives_no_reason, errors)):
         return reason_in_logs(cfg, errors, told)
     return told
@@ -130,6 +135,18 @@ def exhausted(line: str) -> str:
 def gives_no_reason(error: BaseException) -> bool:
     """Returns whether an error only says that a process died, did not start or did not answer."""
     return type(error) in (TimeoutError, RunError) or bool(NO_REASON.search(str(error)))
+
+
+def is_full(folder: str) -> bool:
+    """Returns whether the disk of a folder is full; False if there is no such folder."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free < FULL
+    return False
+
+
+def ray_folder() -> str:
+    """Returns the folder of Ray's sessions on this machine, without which no actor starts."""
+    return os.path.join(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
 
 
 def last_lines(cfg: TrainingSettings, lines: int = 8) -> str:

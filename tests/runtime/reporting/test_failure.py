@@ -40,6 +40,7 @@ NO_SPACE = OSError(28, "No space left on device")
 def cfg(tmp_path, monkeypatch) -> Config:
     """The configuration of a run whose folder has logs."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "run/logs").mkdir(parents=True)
     return Config(run_dir=str(tmp_path / "run"))
 
@@ -132,6 +133,16 @@ def test_the_log_of_an_earlier_start_explains_nothing(cfg):
     assert failure.reason(cfg, RunError("3 did not start")) == "RunError: 3 did not start"
 
 
+def test_a_full_disk_of_ray_is_named(cfg, small_disk, monkeypatch):
+    """Its actors die there without a word, and so do rollout workers."""
+    (small_disk / "ray").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(small_disk))
+    found = failure.reason(cfg, RunError("3 rollout workers did not start"))
+    assert (
+        found == f"the disk of {small_disk}/ray is full: RunError: 3 rollout workers did not start"
+    )
+
+
 def test_the_traceback_is_kept_even_if_the_disk_of_the_run_is_full(cfg, small_disk, monkeypatch):
     """In the temporary folder then; the last line names the file."""
     sentence = failure.ending(cfg, remote(KeyError("a")))
@@ -143,6 +154,7 @@ def test_the_traceback_is_kept_even_if_the_disk_of_the_run_is_full(cfg, small_di
         (small_disk / "filler").write_bytes(bytes(1 << 20))
     full = Config(run_dir=str(small_disk))
     sentence = failure.ending(full, remote(KeyError("a")))
+    assert sentence.startswith(f"error: the disk of {small_disk} is full: File ")
     path = Path(sentence.rpartition("; traceback: ")[2])
     assert "KeyError: 'a'" in path.read_text()
     path.unlink()
