@@ -4,13 +4,14 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from core.errors import RunError, in_one_line
+from core.errors import RunError, brief, in_one_line
 from core.jsonl import LineFile, WriteError
 from core.waits import in_thread, within
 from runtime.reporting import config_json
@@ -21,12 +22,26 @@ from settings.config import TrainingSettings
 
 if TYPE_CHECKING:
     from rollout.episode import Group, SampleInfo
-    from runtime.reporting.wandb_board import Board
     from runtime.rollouts.dispatch import Slot
+
+T = TypeVar("T")
+
+
+class Board(Protocol):
+    """A view of a run's metrics: TensorBoard or W&B."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the metrics of a step."""
+
+    def close(self) -> None:
+        """Shows what is left, and ends."""
 
 
 class Log:
-    """The log of a run: its .jsonl files, TensorBoard, W&B if `wandb` is set, and the console."""
+    """The log of a run: its .jsonl files, TensorBoard, W&B if `wandb` is set, and the console.
+
+    An error of a .jsonl file ends the run. An error of TensorBoard or W&B does not.
+    """
 
     FILES = ("starts", "metrics", "mismatch", "dropped", "rollouts")
 
@@ -34,7 +49,7 @@ class Log:
         self.names = files
         self.cfg: Any = None  # the run's configuration, of any algorithm
         self.is_open = False
-        self.wandb: Board | None = None
+        self.boards: dict[str, Board] = {}  # by the name in messages
         self.writing = asyncio.Lock()
         self.unwritten = b""  # lines of groups that finished while others were being written
 
@@ -46,26 +61,38 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         self.files = {name: LineFile(folder / f"{name}.jsonl") for name in self.names}
         self.line("starts", config_json.write(cfg, folder, version))
-        from torch.utils.tensorboard import SummaryWriter  # takes a second, so after all checks
-
         from runtime.reporting.speed import Speed, of_cluster
+        from runtime.reporting.tensorboard_board import TensorBoard  # takes a second: after checks
 
         self.speed = Speed(cfg, of_cluster())
-        self.board = SummaryWriter(str(folder), purge_step=version + 1)
+        made: dict[str, Callable[[], Board]] = {
+            f"TensorBoard's {folder}/events.out.tfevents.*": partial(TensorBoard, folder, version)
+        }
         if cfg.wandb:
-            from runtime.reporting.wandb_board import Board
+            from runtime.reporting import wandb_board
 
-            self.wandb = Board(cfg, folder)
+            made["W&B"] = partial(wandb_board.Board, cfg, folder)
+        for name, make in made.items():
+            board = self.attempt(name, make)
+            if board:
+                self.boards[name] = board
         self.began = time.time()
         self.console: Lines | Bars = Bars(cfg) if sys.stderr.isatty() else Lines(cfg)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of the step that led to policy version `step`."""
         self.line("metrics", {"step": step, "seconds": time.time() - self.began, **metrics})
-        for name, value in metrics.items():
-            self.board.add_scalar(name, value, step)
-        if self.wandb:
-            self.wandb.write({"step": step, **metrics})
+        for name, board in list(self.boards.items()):
+            self.attempt(name, partial(board.write, step, metrics))
+
+    def attempt(self, name: str, call: Callable[[], T]) -> T | None:
+        """Calls a board; if that fails, prints a note, and never calls the board again."""
+        try:
+            return call()
+        except Exception as error:
+            self.boards.pop(name, None)
+            self.note(f"{name} gets no more metrics; metrics.jsonl has them all: {brief(error)}")
+            return None
 
     def line(self, name: str, content: dict) -> None:
         """Appends a line to one of the files. Raises WriteError."""
@@ -155,7 +182,7 @@ class Log:
         """Flushes and closes all files."""
         if not self.is_open:
             return
-        for part in (self.console, *self.files.values(), self.board):
+        for part in (self.console, *self.files.values()):
             part.close()
-        if self.wandb:
-            self.wandb.close()
+        for name, board in list(self.boards.items()):
+            self.attempt(name, board.close)

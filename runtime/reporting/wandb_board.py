@@ -32,9 +32,9 @@ class Board:
             rows = artifact("DataBlendsArtifact-rl", "dataset", Path(cfg.data.train))
             self.run.use_artifact(rows)
 
-    def write(self, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a step, which include `step`."""
-        self.run.log(dict(metrics))
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a step, and publishes new models."""
+        self.run.log({"step": step, **metrics})
         self.publish()
 
     def publish(self) -> None:

@@ -109,7 +109,8 @@ def test_wandb_gets_data_and_models_as_artifacts(tmp_path, sft, monkeypatch):
         finish=lambda: told.append("finish"),
     )
     made = {"init": lambda **_: run, "Artifact": lambda name, **kw: Artifact(name=name, **kw)}
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(**made))
+    monkeypatch.setitem(sys.modules, "wandb", stub := SimpleNamespace(**made))
+    monkeypatch.setattr("runtime.reporting.wandb_board.wandb", stub)
     export = train(tmp_path, "run", sft)
     log = Log()
     log.open(Config(run_dir=str(tmp_path / "run"), model=str(sft), wandb=True), 0)

@@ -7,6 +7,8 @@ import json
 import math
 import re
 import resource
+import shutil
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,7 +135,7 @@ def test_each_start_is_written_down_in_any_parsers_json(tmp_path):
     for version, lr in ((0, 1e-3), (7, 2e-3)):
         log = Log()
         log.open(changed(Config(run_dir=str(tmp_path)), lr=lr, **limits), version)
-        log.board.close()
+        log.close()
     config = strict((tmp_path / "config.json").read_text())
     assert config["advantage"]["clip"] == ["-inf", "inf"] and config["policy"]["lr"] == 2e-3
     first, second = map(strict, (tmp_path / "starts.jsonl").read_text().splitlines())
@@ -141,6 +143,54 @@ def test_each_start_is_written_down_in_any_parsers_json(tmp_path):
     assert (first["version"], first["policy"]["lr"]) == (0, 1e-3) and first["command_line"]
     clip = Config(advantage={"clip": first["advantage"]["clip"]}).advantage.clip
     assert clip == (-math.inf, math.inf), "it can be read back"
+
+
+def test_a_full_disk_of_tensorboard_alone_costs_its_file(small_disk, tmp_path, monkeypatch, capfd):
+    """One note names the file, and its thread prints no traceback."""
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # without pytest's
+    log = Log()
+    log.open(Config(run_dir=str(tmp_path)), 0)
+    (events,) = tmp_path.glob("events.*")
+    events.symlink_to(shutil.move(events, small_disk))
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "filler").write_bytes(bytes(1 << 20))
+    for step in range(300):  # the last page of the file has room for a hundred
+        log.write(step, {"loss": 1.0})
+    log.close()
+    told = f"TensorBoard's {tmp_path}/events.out.tfevents.* gets no more metrics; "
+    told += "metrics.jsonl has them all: OSError: [Errno 28] No space left on device\n"
+    assert capfd.readouterr() == (told, "")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 300
+
+
+@pytest.mark.parametrize("fails", ["init", "log", "finish"])
+def test_a_failure_of_wandb_ends_wandb_alone(fails, tmp_path, monkeypatch, capsys):
+    """It is not installed here."""
+    calls = []
+
+    def called(name: str):
+        calls.append(name)
+        if name == fails:
+            raise ConnectionError("no network")
+
+    run = SimpleNamespace(
+        offline=True,
+        define_metric=lambda *_, **__: None,
+        log=lambda _: called("log"),
+        finish=lambda: called("finish"),
+    )
+    stub = SimpleNamespace(init=lambda **_: called("init") or run)
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    monkeypatch.setattr("runtime.reporting.wandb_board.wandb", stub)
+    log = Log()
+    log.open(Config(run_dir=str(tmp_path), wandb=True), 0)
+    for step in (1, 2):
+        log.write(step, {"loss": 1.0})
+    log.close()
+    told = capsys.readouterr().out
+    assert told.count("W&B gets no more metrics") == 1 and "no network" in told
+    assert calls.count(fails) == 1, "it is not called again"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_good_run_does_not_fail_for_its_report(tmp_path, monkeypatch, capsys):
