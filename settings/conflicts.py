@@ -36,6 +36,10 @@ OWN_ENGINE_ARGS = {
     "enable_return_routed_experts": "policy.replay_routing",
     "return_sampling_mask": "sampling.top_p",
     "seed": "seed",
+    "enable_lora": "policy.lora_rank",
+    "spec_method": "engine.args['speculative_config']",
+    "spec_model": "engine.args['speculative_config']",
+    "spec_tokens": "engine.args['speculative_config']",
 }
 # Megatron's arguments that the run itself sets: another value would break it.
 OWN_MEGATRON_ARGS = {

@@ -11,11 +11,11 @@ HUB_SECONDS = 10.0  # limit for asking the Hugging Face hub whether it has a mod
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
-def fetched(model: str, weights: bool) -> str:
+def fetched(model: str, weights: bool, setting: str = "model") -> str:
     """Returns the absolute path of a model's folder; an ORG/NAME is fetched from the hub.
 
-    If ORG is a folder here, or is `models`, the name is a local path. Raises InputError if neither
-    the hub nor its cache has such a model.
+    If ORG is a folder here, or is `models`, the name is a local path. Raises InputError, with the
+    setting that names the model, if neither the hub nor its cache has such a model.
     """
     folder = Path(model).resolve()
     is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) and not re.search(r"--|\.\.", model)
@@ -47,10 +47,16 @@ def fetched(model: str, weights: bool) -> str:
         else:
             why += f"{type(error).__name__}: {error}"
     raise InputError(
-        f"model = {model!r}: there is no folder {folder} that holds config.json, and the Hugging "
-        f"Face hub did not provide such a model: {' '.join(why.split())}. Without a network, "
-        f"download it elsewhere (hf download {model}) and set model to the folder"
+        f"{setting} = {model!r}: there is no folder {folder} that holds config.json, and the "
+        f"Hugging Face hub did not provide such a model: {' '.join(why.split())}. Without a network, "
+        f"download it elsewhere (hf download {model}) and set {setting} to the folder"
     )
+
+
+def is_class(model: object) -> bool:
+    """Returns whether vLLM takes a drafter's `model` for a class to import, such as pkg.Drafter."""
+    parts = model.split(".") if isinstance(model, str) else []
+    return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
 def missing_weights(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ import tyro
 from core.errors import InputError
 from settings import names_of_other_trainers
 from settings.error_messages import explain, refuse
-from settings.hub import fetched
+from settings.hub import fetched, is_class
 from settings.merging import Value, assigned, booleans, flatten, is_group, merge, unique
 
 if TYPE_CHECKING:
@@ -170,7 +170,12 @@ def with_paths(cfg: C) -> C:
         located["services"] = services.located()
     teachers = getattr(cfg, "teachers", None)
     if teachers:
-        located["teachers"] = {name: folder_of(path, weights) for name, path in teachers.items()}
+        located["teachers"] = {
+            name: folder_of(path, weights, f"teachers[{name!r}]") for name, path in teachers.items()
+        }
+    engine = getattr(cfg, "engine", None)
+    if engine:
+        located["engine"] = dataclasses.replace(engine, args=with_drafter(engine.args, weights))
     cfg = dataclasses.replace(
         cfg,
         **located,
@@ -195,11 +200,23 @@ def check_text(name: str, value: str) -> None:
         )
 
 
-def folder_of(model: str, weights: bool) -> str:
+def with_drafter(args: dict[str, Any], weights: bool) -> dict[str, Any]:
+    """Returns vLLM's arguments with the absolute path of the folder that a drafter is read from."""
+    drafts = args.get("speculative_config")
+    model = drafts.get("model") if isinstance(drafts, dict) else None
+    if not isinstance(model, str) or is_class(model):
+        return args
+    if not os.path.isdir(model) and "/" not in model:  # a method, such as ngram
+        return args
+    setting = "engine.args['speculative_config']['model']"
+    return args | {"speculative_config": drafts | {"model": folder_of(model, weights, setting)}}
+
+
+def folder_of(model: str, weights: bool, setting: str = "model") -> str:
     """Returns the absolute path of a model's folder; the hub may provide it. Raises InputError."""
     if os.path.exists(model):
         return str(Path(model).resolve())
-    return fetched(model, weights)
+    return fetched(model, weights, setting)
 
 
 def split_config(flag: str) -> list[str]:

@@ -1,15 +1,29 @@
-"""Warns about a drafter (speculative decoding) that ages as the policy moves."""
+"""Checks a drafter (speculative decoding), and warns as it ages while the policy moves."""
 
+import ast
+import functools
 import json
 import math
+import os
 import statistics
 from collections import deque
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from core.errors import InputError
 from settings.config import RunSettings, TrainingSettings
+from settings.hub import is_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 WEIGHTLESS = {"ngram", "[ngram]", "ngram_gpu", "suffix"}  # methods that look tokens up
+OWN_COUNT = {"suffix", "dspark"}  # methods that choose how many tokens they draft
+# Methods that read the drafter from a folder of its own.
+SEPARATE = {"draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash"}
+SETTING = "engine.args['speculative_config']"
 STEPS = 5  # number of steps whose mean is compared
 FALL = 0.75  # a mean below this fraction of the one reported last is reported
 MARK = b'"draft_acceptance"'
@@ -26,6 +40,81 @@ def ageing(cfg: TrainingSettings) -> str:
         "note: no update trains the drafter of speculative_config: "
         "it will be accepted less often as the policy moves: watch draft_acceptance"
     )
+
+
+def check(cfg: RunSettings, hf: "PreTrainedConfig") -> None:
+    """Raises InputError for drafts that vLLM would refuse when an engine starts.
+
+    runtime/startup/preflight.py compares their names and types with vLLM's own.
+    """
+    drafts = cfg.engine.args.get("speculative_config")
+    if drafts is None:
+        return
+    method = drafts.get("method")
+    model = drafts.get("model")
+    if not method and not model:
+        raise InputError(
+            f"{SETTING} = {drafts}: expected a method, such as "
+            "{'method': 'ngram', 'num_speculative_tokens': 3}"
+        )
+    if "num_speculative_tokens" not in drafts and method not in OWN_COUNT:
+        raise InputError(f"{SETTING} = {drafts}: expected num_speculative_tokens, 1 or more")
+    least = drafts.get("prompt_lookup_min")
+    most = drafts.get("prompt_lookup_max")
+    if least and most and least > most:
+        raise InputError(f"{SETTING} sets prompt_lookup_min = {least} > prompt_lookup_max = {most}")
+    size = drafts.get("draft_tensor_parallel_size")
+    if size not in (None, 1, cfg.engine.tensor_parallel):
+        raise InputError(
+            f"{SETTING} sets draft_tensor_parallel_size = {size}: "
+            f"expected 1 or engine.tensor_parallel = {cfg.engine.tensor_parallel}"
+        )
+    if method == "suffix" and not find_spec("arctic_inference"):
+        raise InputError(
+            f"{SETTING} sets method = 'suffix', which needs a library that is not installed: "
+            "pip install arctic-inference"
+        )
+    check_drafter(drafts, hf)
+
+
+def check_drafter(drafts: Mapping[str, Any], hf: "PreTrainedConfig") -> None:
+    """Raises InputError if the drafter is missing: its folder, or the heads of the policy."""
+    method = drafts.get("method") or "draft_model"
+    model = drafts.get("model")
+    if model in WEIGHTLESS or is_class(model):
+        return
+    if model and not os.path.isfile(os.path.join(model, "config.json")):
+        raise InputError(
+            f"{SETTING} sets model = {model!r}: expected a folder that holds config.json"
+        )
+    if not model and method in SEPARATE:
+        raise InputError(f"{SETTING} sets method = {method!r}: expected the folder of its model")
+    if not model and (method == "mtp" or method.endswith("_mtp")):
+        kinds = {hf.model_type, *(hf.architectures or ())}
+        heads = getattr(hf.get_text_config(), "num_nextn_predict_layers", 1)
+        if heads == 0 or (models_with_heads() and not kinds & models_with_heads()):
+            raise InputError(
+                f"{SETTING} sets method = {method!r}, but the model has no heads that draft: "
+                f"model_type = {hf.model_type!r} in config.json"
+            )
+
+
+@functools.cache
+def models_with_heads() -> set[str]:
+    """Returns the model types and architectures whose MTP heads vLLM can use, from its source.
+
+    Empty if its source is not as expected.
+    """
+    spec = find_spec("vllm")
+    path = Path(str(spec and spec.origin)).parent / "config/speculative.py"
+    if not path.is_file():
+        return set()
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == "hf_config_override":
+            words = (word.value for word in ast.walk(node) if isinstance(word, ast.Constant))
+            found |= {word for word in words if isinstance(word, str)}
+    return found
 
 
 class Acceptance:

@@ -12,6 +12,7 @@ from core.errors import InputError, brief, shown
 from core.waits import RENDER_SECONDS, at_most
 from rollout.messages import load_tokenizer, render_messages
 from runtime.checkpoints.folders import BLOCK, flaw
+from runtime.engines import speculation
 from settings.config import RunSettings
 from settings.hub import missing_weights
 
@@ -226,6 +227,7 @@ def check_engine(cfg: "RunSettings", hf: "PreTrainedConfig") -> None:
             f"sampling.max_model_len = {cfg.sampling.max_model_len}: expected at most the limit of "
             f"the model's config.json, which has max_position_embeddings = {positions}"
         )
+    speculation.check(cfg, hf)
 
 
 def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,8 +45,18 @@ class Declaration(NamedTuple):
     files: tuple[str, ...]
 
 
+class Argument(NamedTuple):
+    """An argument of a library, as the library's source declares it."""
+
+    annotation: str
+    kind: Any  # the annotated type; Any if it is one of the library's own
+    bounds: dict[str, float]  # limits of the value, such as {"gt": 0}
+
+
+DRAFTS = "engine.args['speculative_config']"
 DECLARED = {  # the arguments that the dictionary of a setting may contain
     "engine.args": Declaration("vllm", ("EngineArgs", "AsyncEngineArgs"), ("engine/arg_utils.py",)),
+    DRAFTS: Declaration("vllm", ("SpeculativeConfig",), ("config/speculative.py",)),
     "policy.megatron.model": Declaration(
         "megatron.core",
         ("TransformerConfig", "ModelParallelConfig"),
@@ -156,6 +167,9 @@ def check_command(cfg: "TrainingSettings") -> None:
 def check_arguments(cfg: "TrainingSettings") -> None:
     """Raises InputError for an argument that its library lacks or declares differently."""
     values = flatten(cfg)
+    engine = values.get("engine.args")
+    if isinstance(engine, dict):
+        values[DRAFTS] = engine.get("speculative_config")
     for field, declared in DECLARED.items():
         given = values.get(field)
         if not isinstance(given, dict) or not given:  # a run without engines lacks their settings
@@ -168,31 +182,43 @@ def check_arguments(cfg: "TrainingSettings") -> None:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise InputError(f"{field} sets {name!r}, which {declared.library} does not have{hint}")
         for name, value in given.items():
-            if wrong := misfit(value, known.get(name, "")):
+            if name in known and (wrong := misfit(value, known[name])):
                 raise InputError(f"{field} sets {name} = {value!r}: {wrong}")
 
 
-def misfit(value: Any, annotation: str) -> str:
-    """Explains why a value does not match its annotation; "" if it does.
+def argument(annotation: str, names: Mapping[str, Any], bounds: dict[str, float]) -> Argument:
+    """Returns an argument, whose annotation may use these names and those of `typing`."""
+    try:
+        kind = eval(annotation, {**vars(typing), **names})
+    except Exception:  # it uses a type that is imported or defined elsewhere
+        kind = Any
+    return Argument(annotation, kind, bounds)
 
-    An annotation that uses the library's own types is not checked.
+
+def misfit(value: Any, declared: Argument) -> str:
+    """Explains why a value does not match an argument's type or limits; "" if it does.
+
+    A type that is the library's own is not checked.
     """
+    kind = declared.kind
+    if declared.bounds and kind is not Any:
+        kind = typing.Annotated[kind, pydantic.Field(**declared.bounds)]
+    strict = "tuple" not in declared.annotation  # JSON has only lists
     try:
-        kind = eval(annotation, dict(vars(typing)))
-    except Exception:
-        return ""
-    try:
-        pydantic.TypeAdapter(kind, config={"strict": True}).validate_python(value)
+        pydantic.TypeAdapter(kind, config={"strict": strict}).validate_python(value)
     except pydantic.ValidationError as error:
-        return f"{error.errors()[0]['msg']}, because its type is {annotation}"
+        first = error.errors()[0]
+        if first["type"].startswith(("greater_than", "less_than")):
+            return first["msg"]
+        return f"{first['msg']}, because its type is {declared.annotation}"
     except pydantic.PydanticUserError:  # a type of the library's own
         return ""
     return ""
 
 
 @functools.cache
-def arguments(field: str) -> dict[str, str]:
-    """Reads the arguments of a setting's library, with their annotations, from its source.
+def arguments(field: str) -> dict[str, Argument]:
+    """Reads the arguments of a setting's library from its source.
 
     Importing the library would take seconds. Returns {} if its source is not as expected.
     """
@@ -203,10 +229,32 @@ def arguments(field: str) -> dict[str, str]:
     for path in paths:
         if not path.is_file():
             continue
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        source = ast.parse(path.read_text(encoding="utf-8"))
+        names = literals(source)
+        for node in source.body:
             if not isinstance(node, ast.ClassDef) or node.name not in declared.classes:
                 continue
             for line in node.body:
                 if isinstance(line, ast.AnnAssign):
-                    found[ast.unparse(line.target)] = ast.unparse(line.annotation)
+                    annotation = ast.unparse(line.annotation)
+                    found[ast.unparse(line.target)] = argument(annotation, names, bounds_of(line))
+    return found
+
+
+def literals(source: ast.Module) -> dict[str, Any]:
+    """Returns the types `Literal[...]` to which a library's source gives names."""
+    found: dict[str, Any] = {}
+    for node in source.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Literal["):
+            kind = argument(ast.unparse(node.value), found, {}).kind
+            found[ast.unparse(node.targets[0])] = kind
+    return found
+
+
+def bounds_of(line: ast.AnnAssign) -> dict[str, float]:
+    """Returns the limits in an argument's default, such as `Field(default=None, gt=0)`."""
+    found = {}
+    for word in getattr(line.value, "keywords", ()):
+        if word.arg in ("gt", "ge", "lt", "le") and isinstance(word.value, ast.Constant):
+            found[word.arg] = word.value.value
     return found

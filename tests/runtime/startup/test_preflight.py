@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from safetensors import safe_open
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from core.errors import InputError
 from grpo_async import Config
 from policy import model_shape
+from runtime.engines import speculation
 from runtime.startup import model_checks, preflight
 from support.configs import changed
 from support.tables import table
@@ -119,4 +121,14 @@ def test_the_end_of_a_job_is_a_time(monkeypatch, tmp_path):
     ("anything", "'dict[str, Any] | QuantizationConfigArgs | None'", True),
 ])  # fmt: skip
 def test_values_fit_what_a_library_annotates(value, annotation, fits):
-    assert (preflight.misfit(value, annotation) == "") == fits
+    assert (preflight.misfit(value, preflight.argument(annotation, {}, {})) == "") == fits
+
+
+def test_drafts_are_checked_by_vllm_s_own_names_types_and_limits():
+    """Were its source to change its form, every entry would be taken."""
+    known = preflight.arguments(preflight.DRAFTS)
+    assert known["num_speculative_tokens"].bounds == {"gt": 0}
+    assert {"ngram", "mtp", "eagle3", "suffix"} <= set(get_args(get_args(known["method"].kind)[0]))
+    assert preflight.misfit([[1, 4, 2]], known["num_speculative_tokens_per_batch_size"]) == ""
+    assert preflight.misfit(None, known["prompt_lookup_max"]) == ""
+    assert {"qwen3_next", "nemotron_h"} <= speculation.models_with_heads()
