@@ -221,6 +221,14 @@ class Home:
         """Good rows with other fields; ... deletes one."""
         write_rows(self.train, [without(ROWS[0] | fields) for fields in every])
 
+    def issue(self, fields: dict) -> None:
+        """A row of a repository's issue, but for these fields."""
+        good = {"agent_ref": {"name": "swe_agents"}, "instance_id": "a__b-1", "image": "b"}
+        good |= {"workdir": "/b", "problem_statement": "p", "base_commit": 40 * "0"}
+        good |= {"log_parser": "r2e", "tests": {"kind": "r2e", "expected": {"t": "PASSED"}}}
+        good |= {"patch": "diff --git a/b b/b\n", "test_patch": ""}
+        self.rows(good | dict.fromkeys(("FAIL_TO_PASS", "PASS_TO_PASS"), []) | fields)
+
     def ask(self, *messages: dict) -> None:
         self.rows({"responses_create_params": {"input": list(messages)}})
 

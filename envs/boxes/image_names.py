@@ -7,29 +7,53 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from envs import services
+from envs import require, services
 from rollout.rows import raw_lines
+
+LONGEST = 236  # bytes of a name: launch/images.sh adds .sif.sha256.partial, and a file has 255
+EXPECTED = "the name of an image, for a folder or .sif file directly in services.images"
+
+
+def check(image: str, path: str) -> None:
+    """Raises ValueError, with the field's path, unless an image's folder is in services.images."""
+    require(stays_inside(image), path, image, EXPECTED)
+
+
+def stays_inside(image: str) -> bool:
+    """Returns whether an image's folder is directly in services.images: ".." would be above it."""
+    name = name_of(image)
+    size = len(name.encode("utf-8", "surrogatepass"))
+    return name not in ("", ".", "..") and "\0" not in name and size <= LONGEST
+
+
+def name_of(image: str) -> str:
+    """Returns the name of an image's folder: without .sif, or with "_" in place of "/" and ":"."""
+    if image.endswith(".sif"):
+        return PurePosixPath(image).name.removesuffix(".sif")
+    return re.sub("[/:]", "_", image)
 
 
 def folder_of(image: str) -> Path:
-    """Returns an image's folder: its name without .sif, or with "_" in place of "/" and ":"."""
-    is_file = image.endswith(".sif")
-    name = PurePosixPath(image).stem if is_file else re.sub("[/:]", "_", image)
-    return Path(services.current().images, name).absolute()
+    """Returns an image's folder. Raises ValueError if it is not directly in services.images."""
+    check(image, "image")
+    return Path(services.current().images, name_of(image)).absolute()
 
 
 def named(path: str) -> Iterator[str]:
-    """Yields the images named in a file's rows; lines that are not rows are skipped."""
+    """Yields the images named in a file's rows.
+
+    Skips lines that are not rows, and names that `check` refuses: such rows are bad.
+    """
     for _, line in raw_lines(path):
         if b'"image"' not in line:
             continue
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
             row = json.loads(line)
-            if isinstance(row.get("image"), str):
-                yield row["image"]
             metadata = row.get("metadata")
-            if isinstance(metadata, dict) and isinstance(metadata.get("image"), str):
-                yield metadata["image"]
+            of_metadata = metadata.get("image") if isinstance(metadata, dict) else None
+            for image in (row.get("image"), of_metadata):
+                if isinstance(image, str) and stays_inside(image):
+                    yield image
 
 
 def problem() -> str:

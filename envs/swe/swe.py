@@ -78,6 +78,7 @@ def check(row: dict) -> None:
     for name in ("instance_id", "image", "problem_statement", "base_commit"):
         text = get(row, name, str, f"a text{convert}")
         require(text.strip(), name, text, "a text")
+    image_names.check(row["image"], "image")
     folder = get(row, "workdir", str, "the folder of the repository")
     require(folder.startswith("/"), "workdir", folder, "an absolute path")
     harness = get(row, "harness", str | None, "the name of a tool set, or null")
@@ -89,6 +90,7 @@ def check(row: dict) -> None:
         require(good, name, tests, "a list of test names")
     for name in ("test_patch", "patch", "log_parser"):
         get(row, name, str, "a text, which may be empty")
+    get(row, "tests", dict, "an object with kind, and script or expected")
     get(row, "tests.script", str | None, "a bash script, or null")
     get(row, "tests.expected", dict | None, "an object: test -> status, or null")
     if why := swe_judge.refusal(row):

@@ -28,6 +28,7 @@ This is not an environment itself: environments use it.
 
 import asyncio
 import re
+import reprlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,12 +63,13 @@ from envs.swe.repository import (
     with_tests,
     without_tests,
 )
-from envs.swe.test_logs import BAD, COLOURS, GOOD, KEPT, PARSERS, good, outcomes
+from envs.swe.test_logs import ALL, BAD, COLOURS, GOOD, KEPT, PARSERS, good, outcomes
 
 __all__ = ["Trial", "Verdict", "flaw", "judge", "patch_of", "prepare", "refusal", "tried"]
 TESTS = 1200.0  # seconds that tests may take
 OUTPUT = 16 << 20  # bytes of the tests' output that are kept
 TIMES = 3  # judgements per patch, if the machine may be at fault
+DIFF = re.compile(r"^(diff --git |--- .*\n\+\+\+ )", re.M)  # how a file begins in a patch
 HASH = r"[0-9a-f]{40}(?:[0-9a-f]{24})?"
 KILLED = 126  # the lowest exit code of a command that did not run, or was killed
 UNBROKEN = "it is resolved without a repair"
@@ -110,8 +112,12 @@ def refusal(row: dict) -> str:
         return f"tests.kind is {kind!r}, expected 'script' or 'r2e'"
     if parser not in PARSERS:
         return f"log_parser is {parser!r}, expected one of {', '.join(sorted(PARSERS))}"
-    if kind == "r2e" and not row["tests"].get("expected"):
+    expected = row["tests"].get("expected")
+    if kind == "r2e" and not expected:
         return "tests.expected is empty, expected the status of each test"
+    for test, status in (expected or {}).items():
+        if status not in ALL:
+            return f"tests.expected[{test!r}] is {status!r}, expected one of {', '.join(ALL)}"
     if kind == "script" and not (script.strip() and row.get("FAIL_TO_PASS")):
         return "tests.script or FAIL_TO_PASS is empty"
     if applies(script) and not (STARTS in script and ENDS in script):
@@ -123,6 +129,10 @@ def refusal(row: dict) -> str:
         commit = f"HEAD|{commit}"
     if not re.fullmatch(commit, row["base_commit"]):
         return f"base_commit is {row['base_commit']!r}, expected the hash of a commit"
+    for name in ("patch", "test_patch", "start_patch"):
+        text = row.get(name) or ""
+        if text.strip() and not DIFF.search(text):
+            return f"{name} is {reprlib.repr(text)}, expected a diff, such as git writes it"
     return "" if row["patch"].strip() else "patch is empty, expected one that repairs it"
 
 

@@ -29,7 +29,6 @@ test of repro-gen can check whether the files were patched, instead of how they 
 """
 
 import json
-import re
 from pathlib import PurePosixPath
 
 from core.waits import in_thread
@@ -57,7 +56,7 @@ def check(row: dict) -> None:
     mode = get(row, "mode", str, '"eval" or "repro-gen"')
     require(mode in ("eval", "repro-gen"), "mode", mode, '"eval" or "repro-gen"')
     image = get(row, "metadata.image", str, "the name of an image")
-    require(re.search(r"[^./:]", image), "metadata.image", image, "the name of an image")
+    image_names.check(image, "metadata.image")
     if mode == "repro-gen":
         get(row, "instance.regression_script", str, "a bash script")
         patch = get(row, "instance.patch", str, "a patch that solves the issue")

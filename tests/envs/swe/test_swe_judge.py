@@ -573,6 +573,7 @@ async def test_many_judgements_look_at_the_row_once(image, row, monkeypatch):
     assert swe_judge._looking == {}
 
 
+DIFF = "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-1\n+2\n"
 BAD_ROWS = [
     ("log_parser", "parse_log_jest", "log_parser is 'parse_log_jest', expected one of parse_log_"),
     ("tests", {"kind": "go"}, "tests.kind is 'go', expected 'script' or 'r2e'"),
@@ -582,12 +583,16 @@ BAD_ROWS = [
     ("tests", {"kind": "script", "script": "git apply x\npytest"}, "without the marks '>>>>>"),
     ("base_commit", "HEAD", "base_commit is 'HEAD', expected the hash of a commit"),
     ("patch", "\n", "patch is empty"),
+    ("patch", "no diff", "patch is 'no diff', expected a diff, such as git writes it"),
+    ("test_patch", "x", "test_patch is 'x', expected a diff"),
+    ("tests", {"kind": "r2e", "expected": {"t": "MAYBE"}}, "tests.expected['t'] is 'MAYBE', expe"),
+    ("tests", {"kind": "r2e", "expected": {"t": []}}, "tests.expected['t'] is [], expected one of"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value", "message"), BAD_ROWS)
 def test_rows_that_cannot_be_judged_are_refused(name, value, message):
     row = {"log_parser": "parse_log_pytest", "tests": {"kind": "script", "script": RUN}}
-    row |= {"FAIL_TO_PASS": ["a"], "base_commit": "0" * 40, "patch": "x"}
+    row |= {"FAIL_TO_PASS": ["a"], "base_commit": "0" * 40, "patch": DIFF}
     assert refusal(row) == ""
     assert message in refusal(row | {name: value})

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from conftest import write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -289,6 +290,16 @@ def test_images_are_found_by_name():
     name = "x_sweb.eval.x86_64.a_s_b-1"
     assert folder_of("org/name:tag") == Path(own, "org_name_tag").absolute()
     assert folder_of(f"/shared/{name}.sif") == Path(own, name).absolute()
+    assert folder_of("/") == Path(own, "_").absolute()
+
+
+def test_no_image_is_outside_the_folder_of_images(tmp_path):
+    """A name such as ".." would show the agent what lies beside it: the rows with their answers."""
+    for name in ("..", ".", "", "...sif", "..sif", "x/.sif", "a\0b", "a" * 400):
+        with pytest.raises(ValueError, match="expected the name of an image, for a folder or .sif"):
+            folder_of(name)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"image": ".."}, {"image": "a/b"}])
+    assert list(image_names.named(rows)) == ["a/b"]
 
 
 @pytest.mark.parametrize(("own", "message"), [
@@ -405,6 +416,8 @@ test_bad_rows = refused(
     ("mode", "test", 'mode is \'test\', expected "eval" or "repro-gen"'),
     ("metadata", None, "metadata.image is missing or null, expected the name of an image"),
     ("metadata.image", "..", "metadata.image is '..', expected the name"),
+    ("metadata.image", "...sif", "metadata.image is '...sif', expected the name"),
+    ("metadata.image", "a\0", "metadata.image is 'a.x00', expected the name"),
     ("metadata.remove_repo_name", "no", "metadata.remove_repo_name is 'no', expected true"),
     ("metadata.relevant_file_contents", "{", "metadata.relevant_file_contents is '{', expect"),
     ("metadata.relevant_file_contents", "[]", r"relevant_file_contents is \[\], expected an"),
