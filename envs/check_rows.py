@@ -8,7 +8,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from core.errors import InputError, ModuleError, located
 from core.waits import RENDER_SECONDS, at_most
@@ -25,6 +25,7 @@ from rollout.messages import (
     template_variables,
 )
 from rollout.rows import keep_bad, loads, refuse_none, sort_lines
+from settings.config import SamplingParameter
 from settings.environment_services import Services
 
 if TYPE_CHECKING:
@@ -180,20 +181,21 @@ def parse(line: str, cfg: "RunSettings | None") -> dict:
 
 def check_sampling(row: dict, size: int, cfg: "RunSettings") -> None:
     """Raises ValueError if the run's sampling settings exclude a row of `size` bytes."""
-    check_temperature(row, cfg)
+    check_distribution(row, cfg)
     if size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte
         check_length(row, cfg)
 
 
-def check_temperature(row: dict, cfg: "RunSettings") -> None:
-    """Raises ValueError if a row asks for a different temperature than the trainer divides by."""
-    temperature = row["responses_create_params"].get("temperature")
-    own = cfg.sampling.temperature
-    if temperature not in (None, own):
-        raise ValueError(
-            f"responses_create_params.temperature is {temperature}, "
-            f"expected sampling.temperature = {own}, or null"
-        )
+def check_distribution(row: dict, cfg: "RunSettings") -> None:
+    """Raises ValueError if a row asks for another distribution than the one that is trained."""
+    for name in get_args(SamplingParameter):
+        asked = row["responses_create_params"].get(name)
+        own = getattr(cfg.sampling, name)
+        if asked not in (None, own):
+            raise ValueError(
+                f"responses_create_params.{name} is {reprlib.repr(asked)}, "
+                f"expected sampling.{name} = {own}, or null"
+            )
 
 
 def check_length(row: dict, cfg: "RunSettings") -> None:
