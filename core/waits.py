@@ -2,14 +2,11 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import contextvars
 import math
-import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from types import FrameType
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from tqdm import tqdm
@@ -175,28 +172,3 @@ async def within(
     finally:
         alarm.cancel()
         look = None  # type: ignore[assignment]  # ends a cycle that reference counting keeps
-
-
-RENDER_SECONDS = 4.0  # limit of CPU time for rendering; the longest prompts take 0.1 s
-
-
-@contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in a block that exceeds this CPU time; works only in the main thread.
-
-    Only the main thread receives signals. The alarm rings again if the error is swallowed.
-    """
-
-    def ring(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"it did not end within {seconds:g} s")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGPROF, ring)
-    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from core.cpu_alarm import at_most
 from core.errors import InputError, ModuleError, located
-from core.waits import RENDER_SECONDS, at_most
 from envs import get, registry, require, services
 from envs.needs import needs_of
 from envs.parsers import parsers
 from rollout.chat import DENSEST
 from rollout.messages import (
+    RENDER_SECONDS,
     check_items,
     check_overrides,
     check_tools,

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypedDict, TypeVar
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from core.errors import InputError
 from runtime.processes.placement import shares
-from settings.merging import assigned
+from settings import merging
 
 ROOT = Path(__file__).parent.parent
 FREE = 5.0  # checkpoint bytes per byte of the model's files
@@ -82,7 +82,7 @@ def settings(argv: list[str]) -> Settings:
     path = Path(flags.get("config", ""))
     if not path.is_file():
         raise InputError(f"--config {path}: expected a file")
-    written = assigned(path)
+    written = merging.written(path)
     found = {}
     for name, default in USED.items():
         group, _, field = name.rpartition(".")

@@ -9,6 +9,8 @@ from envs import get, require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+RENDER_SECONDS = 4.0  # seconds of CPU time; the longest prompts take a tenth of a second
+
 
 def template_variables(row: dict) -> dict[str, Any]:
     """Returns a row's own chat template variables.

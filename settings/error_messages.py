@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -16,13 +17,17 @@ from settings.merging import Value, booleans, flatten, is_group
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"(?:\s*:)?|[{}\[\]]')  # of JSON: a text, a key, a bracket
+
 
 def hint(Config: type, path: str, value: Value = None) -> str:
     """Returns the setting that a dotted name probably means, as the end of an error message.
 
-    A dictionary may be another program's group; in that case its keys are looked up.
+    A dictionary may be a misspelt group, or another program's; in that case its keys are looked up.
     """
     known = flatten(Config())
+    if path in known and not path.startswith("command."):  # a JSON key such as "policy.lr"
+        return f"; did you mean {json.dumps(nested(path, value))}?"
     by_leaf: dict[str, list[str]] = {}
     for ours in known:
         by_leaf.setdefault(ours.rpartition(".")[2], []).append(ours)
@@ -33,6 +38,10 @@ def hint(Config: type, path: str, value: Value = None) -> str:
         meant = of_another_program(path, value, known)
         if meant:
             return f": {meant}"
+        groups = {ours.rpartition(".")[0] for ours in known} - {""}
+        group = difflib.get_close_matches(path, groups, 1) if isinstance(value, dict) else []
+        if group:
+            return f"; did you mean {group[0]}?"
         near = difflib.get_close_matches(name, by_leaf, 1)
         close = by_leaf[near[0]] if near else difflib.get_close_matches(name, known, 1)
     if not close:
@@ -40,6 +49,13 @@ def hint(Config: type, path: str, value: Value = None) -> str:
     if close[0].startswith("command."):
         return f"; --{close[0].removeprefix('command.')} is a command-line flag"
     return f"; did you mean {' or '.join(close)}?"
+
+
+def nested(path: str, value: Value) -> Value:
+    """Returns the value inside a dictionary for each part of a dotted name."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
 
 
 def of_another_program(path: str, value: Value, known: Collection[str]) -> str:
@@ -82,11 +98,14 @@ def group_of(settings: "DataclassInstance", title: str) -> str:
     return ""
 
 
-def place(path: Path, name: str, leaf: str = "") -> str:
-    """Returns `file:line` of the last assignment to a name, or of its `leaf`.
+def place(path: Path, name: str, *leaves: str) -> str:
+    """Returns `file:line` of the last assignment to a name, or of the leaf in it.
 
     A name that is inherited from another file has no line here; only the path is returned.
     """
+    if path.suffix == ".json":
+        return f"{path}:{line_in_json(path.read_text(encoding='utf-8'), [name, *leaves])}"
+    leaf = leaves[0] if leaves else ""
     lines = path.read_text().splitlines()
     hits = [i for i, line in enumerate(lines, 1) if re.match(rf"{re.escape(name)}\s*[:=|]", line)]
     if not hits:
@@ -96,6 +115,30 @@ def place(path: Path, name: str, leaf: str = "") -> str:
             if i >= hits[-1] and f'"{leaf}"' in line:
                 return f"{path}:{i}"
     return f"{path}:{hits[-1]}"
+
+
+def line_in_json(text: str, names: list[str]) -> int:
+    """Returns the line of the entry that these keys lead to, or of the last one that exists.
+
+    `text` is JSON of an object that holds the first key.
+    """
+    line = 1
+    found = 0  # how many of the keys led to an entry
+    key = ""
+    above: list[str] = []  # the key of each object and array that is open
+    for token in TOKEN.finditer(text):
+        word = token[0]
+        if word in "{[":
+            above.append(key)
+        elif word in "]}":
+            above.pop()
+        elif word[-1] == ":":
+            key = json.loads(word[:-1])
+            here = [*above[1:], key]
+            if len(here) > found and here == names[: len(here)]:
+                found = len(here)
+                line = text.count("\n", 0, token.start()) + 1
+    return line
 
 
 def refuse(Config: type, path: Path, chosen: dict[str, Value]) -> InputError:
@@ -109,12 +152,12 @@ def refuse(Config: type, path: Path, chosen: dict[str, Value]) -> InputError:
         meant = hint(Config, name, chosen[name])
         return InputError(f"{place(path, name)}: unknown field {name!r}{meant}")
     for name, value in booleans(chosen, Config()):
-        at = place(path, *name.split(".")[:2])
+        at = place(path, *name.split("."))
         return InputError(f"{at}: {name} = {value}: expected a number")
     try:
         Config(**chosen)
     except pydantic.ValidationError as error:
         loc = [str(part) for part in error.errors()[0]["loc"]]
-        at = place(path, *loc[:2]) if loc else str(path)
+        at = place(path, *loc) if loc else str(path)
         return InputError(f"{at}: {explain(Config, error)}")
     raise AssertionError(f"{path} has no mistake")

@@ -2,17 +2,21 @@
 
 import ast
 import dataclasses
+import json
 import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from core.cpu_alarm import at_most
 from core.errors import InputError, located
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+SECONDS = 5.0  # seconds of CPU time that a config file may run; most take a millisecond
+OTHER_FORMATS = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML"}
 # What a configuration may assign to a setting or a group: JSON, and tuples.
 Value = None | bool | int | float | str | list["Value"] | tuple["Value", ...] | dict[str, "Value"]
 
@@ -42,11 +46,37 @@ class Merged(dict[str, Value]):
         super().__setitem__(name, merge(self.get(name), value))
 
 
+def written(path: Path) -> dict[str, Value]:
+    """Returns what a config file assigns, in Python or JSON. Raises InputError naming the line."""
+    if path.suffix in OTHER_FORMATS:
+        raise InputError(
+            f"{path}: a {OTHER_FORMATS[path.suffix]} file, expected Python assignments, such as"
+            ' policy = {"lr": 1e-6}, or JSON: docs/from_nemo_rl.md and docs/from_trl.md list the'
+            " names of settings"
+        )
+    return of_json(path) if path.suffix == ".json" else assigned(path)
+
+
+def of_json(path: Path) -> dict[str, Value]:
+    """Returns what a configuration in JSON assigns. Raises InputError naming file and line."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: expected JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: expected JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f'{path}: expected a JSON object, such as {{"steps": 5}}')
+    return found
+
+
 def assigned(path: Path) -> dict[str, Value]:
     """Runs a config file and returns what it assigns. Raises InputError naming file and line."""
     names = Merged(__file__=str(path), __name__=path.stem)
     try:
-        exec(compile(path.read_text(), str(path), "exec"), names)
+        code = compile(path.read_text(), str(path), "exec")
+        with at_most(SECONDS):
+            exec(code, names)
     except (Exception, SystemExit) as error:
         text = located(error, str(path)).removeprefix("None:None: ")  # the place of a NUL byte
         raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from error

@@ -21,7 +21,7 @@ from core.errors import InputError
 from settings import names_of_other_trainers
 from settings.error_messages import explain, refuse
 from settings.hub import fetched, is_class
-from settings.merging import Value, assigned, booleans, flatten, is_group, merge, unique
+from settings.merging import Value, booleans, flatten, is_group, merge, unique, written
 
 if TYPE_CHECKING:
     from settings.config import TrainingSettings
@@ -230,29 +230,13 @@ def read(Config: type[C], path: Path) -> C:
         files = sorted(ROOT.glob("configs/**/[!_]*.py"))
         names = ", ".join(str(file.relative_to(ROOT)) for file in files)
         raise InputError(f"{path.resolve()}: no such config file; there are: {names} in {ROOT}")
-    if path.suffix in (".yaml", ".yml"):
-        raise InputError(
-            f'{path}: a YAML file, expected Python assignments, such as policy = {{"lr": 1e-6}},'
-            " or JSON: docs/from_nemo_rl.md and docs/from_trl.md list the names of settings"
-        )
-    chosen = of_json(path) if path.suffix == ".json" else assigned(path)
+    chosen = written(path)
     fields = {field.name for field in dataclasses.fields(Config)} - {"command"}
     if chosen.keys() <= fields and not any(booleans(chosen, Config())):
         with contextlib.suppress(pydantic.ValidationError):
             make: Callable[..., C] = Config
             return with_entries(make(), make(**chosen))
     raise refuse(Config, path, chosen)
-
-
-def of_json(path: Path) -> dict[str, Value]:
-    """Returns what a configuration in JSON assigns. Raises InputError naming file and line."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except ValueError as error:
-        raise InputError(f"{path}: expected JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError(f'{path}: expected a JSON object, such as {{"steps": 5}}')
-    return found
 
 
 def leaves(Config: type) -> dict[str, Value]:

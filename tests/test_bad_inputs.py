@@ -31,6 +31,7 @@ from runtime.checkpoints.archive import write_groups
 from runtime.processes import cluster, ray_start
 from runtime.processes.placement import Node, plan
 from runtime.startup import modes
+from settings import merging
 from support.configs import changed
 from support.program import ROOT, ran, unboxed
 from support.samples import make_sample, stream
@@ -257,13 +258,15 @@ class Case:
             getattr(home, name)(*given)
         flags = self.flags.replace("HOME", str(home.folder)).replace("X300", "x" * 300)
         words = shlex.split(flags)
-        own = [] if "mine.json" in self.flags else ["--config", str(home.folder / "mine.py")]
+        own = [] if "--config HOME" in self.flags else ["--config", str(home.folder / "mine.py")]
         return [*own, *words]
 
 
 def case(place: str, says: str, own: str = "", *steps: tuple) -> Case:
     if place == "config":
         return Case(says, "", (("lines", own), *steps))
+    if place == "toml":
+        return Case(says, "--config HOME/mine.toml", (("put", "mine.toml", own), *steps))
     if place == "json":
         return Case(says, "--config HOME/mine.json", (("put", "mine.json", own), *steps))
     return Case(says, own, steps)
@@ -283,6 +286,7 @@ def run(home: Home, case: Case, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["grpo_async.py", *case.spoil(home)])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(ray_start, "connect", started)
+    monkeypatch.setattr(merging, "SECONDS", 0.5)
     load_tokenizer.cache_clear()
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from core.cpu_alarm import at_most
 from core.errors import InputError, brief, shown
-from core.waits import RENDER_SECONDS, at_most
-from rollout.messages import load_tokenizer, render_messages
+from rollout.messages import RENDER_SECONDS, load_tokenizer, render_messages
 from runtime.checkpoints.folders import BLOCK, flaw
 from runtime.engines import speculation
 from settings.config import RunSettings
