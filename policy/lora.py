@@ -51,6 +51,18 @@ def targets(lm: "PreTrainedModel", chosen: Sequence[str]) -> list[str]:
     return [name for name in linear if not chosen or name.rpartition(".")[2] in chosen]
 
 
+def check_adapters(lm: "PreTrainedModel", settings: "PolicySettings") -> None:
+    """Raises InputError if no layer has the name of a target, or if the rank exceeds all layers."""
+    names = targets(lm, settings.lora_targets)
+    sizes = {name: tuple(lm.get_submodule(name).weight.shape) for name in names}
+    widest = max(sizes, key=lambda name: min(sizes[name]))
+    if settings.lora_rank > min(sizes[widest]):
+        raise InputError(
+            f"policy.lora_rank = {settings.lora_rank}: {widest} is {list(sizes[widest])}, "
+            f"so no adapter has a rank above {min(sizes[widest])}"
+        )
+
+
 class Adapters:
     """The adapters of a model whose parameters may not have memory yet; empty if the rank is 0."""
 

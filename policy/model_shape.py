@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from core.errors import InputError
+from core.errors import InputError, brief
 from policy.lora import targets
 
 # transformers' layer types that keep no KV; for an unknown type, KV is counted.
@@ -27,8 +27,9 @@ def build(folder: str) -> PreTrainedModel:
             # Any other dtype would become the default of all threads during the call.
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # transformers may raise anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise InputError(f"model = {folder!r}: config.json describes no model: {why}") from None
+        raise InputError(
+            f"model = {folder!r}: config.json describes no model: {brief(error)}"
+        ) from None
 
 
 @dataclass(frozen=True)

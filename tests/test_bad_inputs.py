@@ -5,6 +5,7 @@ import fcntl
 import functools
 import gzip
 import json
+import math
 import os
 import re
 import shlex
@@ -179,6 +180,22 @@ class Home:
         state = load_file(path)
         change(state)
         save_file(state, path, metadata={"format": "pt"})
+
+    def header(self, tensors: dict) -> None:
+        """Weights of zeros, by this header."""
+        text = json.dumps(tensors).encode()
+        end = max(tensor["data_offsets"][1] for tensor in tensors.values())
+        self.put("model/model.safetensors", len(text).to_bytes(8, "little") + text + bytes(end))
+
+    def reverse_vocabulary(self) -> None:
+        path = self.model / "tokenizer.json"
+        content = json.loads(path.read_text())
+        words = content["model"]["vocab"]
+        content["model"]["vocab"] = dict(zip(words, reversed(words.values()), strict=True))
+        path.write_text(json.dumps(content))
+
+    def nan(self, name: str) -> None:
+        self.edit({name: math.nan})
 
     def narrow(self, name: str) -> None:
         self.tensors(lambda state: state.update({name: state[name][:, :32].contiguous()}))
@@ -420,7 +437,7 @@ def test_the_program_ends_within_seconds_of_its_start(name, tmp_path, tiny_model
     env = os.environ | {"RAY_TMPDIR": str(tmp_path / "ray")}
     began = time.monotonic()
     before = os.times()
-    done = ran(sys.executable, ROOT / "grpo_async.py", *flags, root=None, env=env, seconds=60)
+    done = ran(sys.executable, ROOT / "grpo_async.py", *flags, root=None, env=env, seconds=600)
     after = os.times()
     seconds = after.children_user + after.children_system - before[2] - before[3]
     print(f"{name}: {time.monotonic() - began:.1f} s, {seconds:.1f} s of them on the processor")

@@ -17,7 +17,7 @@ from settings.config import RunSettings
 from settings.hub import missing_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from settings.config import TrainingSettings
 
@@ -29,8 +29,17 @@ MAKERS = {
 }
 LFS = b"version https://git-lfs"  # the start of a file that git has not fetched
 LONGEST_HEADER = 100_000_000  # bytes, a limit of the format
+LONGEST_QUESTION = 1_000_000  # characters that a chat template may make of a short question
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 # Rope types whose max_position_embeddings is the scaled number (vllm/config/model.py).
 SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+
+
+class Place(NamedTuple):
+    """The bytes of a tensor, counted from the end of the header."""
+
+    start: int
+    end: int
 
 
 class Stored(NamedTuple):
@@ -69,36 +78,59 @@ def check_model(cfg: "TrainingSettings") -> None:
     damage = flaw(model, largest=BLOCK)  # trainers check the large files
     if damage:
         raise InputError(f"model = {model!r}: {damage}")
+    check_numbers(model)
     from policy import model_shape  # imports transformers, which takes seconds
 
     lm = model_shape.build(model)
-    check_generation(model)
+    check_generation(model, lm)
     check_tensors(model, tensors, lm)
     check_attention(cfg)
     if isinstance(cfg, RunSettings):
         check_engine(cfg, lm.config)
     check_prompts(cfg, lm)
-    if cfg.policy.lora_targets:
-        from policy.lora import targets
+    if cfg.policy.lora_rank:
+        from policy.lora import check_adapters
 
-        targets(lm, cfg.policy.lora_targets)
+        check_adapters(lm, cfg.policy)
     if cfg.policy.kind == "megatron":
         from policy.megatron.model_check import check_megatron
 
         check_megatron(model, cfg.policy)
 
 
-def check_generation(model: str) -> None:
-    """Raises InputError if transformers, and so vLLM, cannot read generation_config.json."""
+def check_numbers(model: str) -> None:
+    """Raises InputError if a number in config.json is NaN.
+
+    Infinity stands in config.json of Mamba's models. What is no JSON is left to transformers.
+    """
+    try:
+        config = json.loads(Path(model, "config.json").read_bytes())
+    except (ValueError, RecursionError):
+        return
+    for name, value in config.items() if isinstance(config, dict) else ():
+        if value != value:  # true of NaN alone
+            raise InputError(f"model = {model!r}: config.json has {name} = NaN, expected a number")
+
+
+def check_generation(model: str, lm: "PreTrainedModel") -> None:
+    """Raises InputError if transformers, and so vLLM, cannot use generation_config.json."""
     from transformers import GenerationConfig
 
-    if os.path.isfile(os.path.join(model, "generation_config.json")):
-        try:
-            GenerationConfig.from_pretrained(model)
-        except Exception as error:  # transformers raises errors of many kinds
+    if not os.path.isfile(os.path.join(model, "generation_config.json")):
+        return
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except Exception as error:  # transformers raises errors of many kinds
+        raise InputError(
+            f"model = {model!r}: its generation_config.json cannot be read: {brief(error)}"
+        ) from None
+    words = lm.get_input_embeddings().num_embeddings
+    for token in ends if isinstance(ends, list) else [ends]:
+        if token is not None and (type(token) is not int or not 0 <= token < words):
             raise InputError(
-                f"model = {model!r}: its generation_config.json cannot be read: {brief(error)}"
-            ) from None
+                f"model = {model!r}: its generation_config.json has eos_token_id = {ends!r}, "
+                f"expected ids of its {words} tokens"
+            )
 
 
 def every_tensor(folder: Path) -> Iterator[tuple[str, Stored]]:
@@ -136,6 +168,8 @@ def read_header(path: Path) -> dict[str, Stored]:
 
     Raises InputError if the file is damaged or not of this format.
     """
+    if not path.is_file():
+        raise InputError(f"{path}: expected a file of weights, not a folder or a pipe")
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(len(LFS))
@@ -148,6 +182,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         header = {k: v for k, v in json.loads(text).items() if k != "__metadata__"}
         end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         stored = {k: Stored(list(v["shape"]), str(v["dtype"])) for k, v in header.items()}
+        places = {k: Place(*map(int, v["data_offsets"])) for k, v in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError):
         raise InputError(
             f"{path}: {size:,} bytes are not a safetensors file: download the model again"
@@ -156,7 +191,24 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise InputError(
             f"{path}: {size:,} bytes, expected {8 + length + end:,}: download the model again"
         )
+    check_places(path, stored, places)
     return stored
+
+
+def check_places(path: Path, stored: dict[str, Stored], places: dict[str, Place]) -> None:
+    """Raises InputError unless tensors follow each other without a gap, each of its own size."""
+    before = 0
+    for name in sorted(places, key=places.__getitem__):
+        start, end = places[name]
+        of_one = BYTES.get(stored[name].dtype)
+        size = end - start
+        expected = math.prod(stored[name].shape) * of_one if of_one else size
+        if start != before or size != expected or size < 0:
+            raise InputError(
+                f"{path}: the tensor {name} has data_offsets [{start}, {end}], expected "
+                f"[{before}, {before + expected}]: download the model again"
+            )
+        before = end
 
 
 def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") -> None:
@@ -244,9 +296,14 @@ def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
     other = [{"role": "user", "content": "What is a word?"}]
     try:
         with at_most(RENDER_SECONDS):
-            ids = render_messages(tokenizer, question, None, kwargs)
             text = tokenizer.apply_chat_template(question, tokenize=False, **kwargs)
             other_text = tokenizer.apply_chat_template(other, tokenize=False, **kwargs)
+            if len(text) > LONGEST_QUESTION:  # no alarm would end a tokenizer's work on it
+                raise InputError(
+                    f"model = {model!r}: its chat template makes {len(text):,} characters of a "
+                    f"question, expected at most {LONGEST_QUESTION:,}"
+                )
+            ids = render_messages(tokenizer, question, None, kwargs)
     except Exception as error:  # a chat template is the model's own code
         given = f" with {setting} = {kwargs}" if kwargs else ""
         raise InputError(
@@ -260,9 +317,30 @@ def check_prompts(cfg: "TrainingSettings", lm: "PreTrainedModel") -> None:
         raise InputError(
             f"model = {model!r}: its tokenizer turns {text!r} into {ids!r}, expected token ids"
         )
+    check_vocabulary(model, tokenizer)
     words = lm.get_input_embeddings().num_embeddings
     if max(ids) >= words:
         raise InputError(
             f"model = {model!r}: "
             f"its tokenizer has id {max(ids)}, but its embedding has {words} rows"
         )
+
+
+def check_vocabulary(model: str, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raises InputError if tokenizer.json gives a token another id in its two lists of tokens.
+
+    This shows a vocabulary whose order was changed, which the model does not know.
+    """
+    path = Path(model, "tokenizer.json")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    _, listed, rest = text.partition('"added_tokens":')
+    if not listed:
+        return
+    tokens, _ = json.JSONDecoder().raw_decode(rest.lstrip())
+    for token in tokens:
+        used = tokenizer.convert_tokens_to_ids(token["content"])
+        if used != token["id"]:
+            raise InputError(
+                f"model = {model!r}: its tokenizer turns {token['content']!r} into {used}, "
+                f"expected {token['id']}, as added_tokens in tokenizer.json has it"
+            )
