@@ -16,7 +16,16 @@ import dataclasses
 from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StrictFloat,
+    StrictInt,
+)
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from settings import conflicts
@@ -25,6 +34,7 @@ from settings.network import PolicySettings
 
 CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
 PlannedGpu = Literal["auto", "h100", "h200", "b200"]
+Number = StrictFloat | StrictInt  # and not True, which is a number to Python
 SamplingParameter = Literal["temperature", "top_p", "top_k", "min_p"]
 
 
@@ -176,7 +186,7 @@ class Sampling:
         default_factory=lambda: {"enable_thinking": True}
     )
     """Chat template variables (Super adds truncate_history_thinking = False)."""
-    validation: dict[SamplingParameter, float | int] = dataclasses.field(default_factory=dict)
+    validation: dict[SamplingParameter, Number] = dataclasses.field(default_factory=dict)
     """Validation parameters that differ from training: {"temperature": 0.6, "top_p": 0.95}."""
 
     @property

@@ -1,5 +1,6 @@
 """Refuses settings that exclude each other, or that a library would refuse only later."""
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 # Longest row under SDPA, whose kernel indexes the T x T mask with 32 bits (pytorch issue 187227).
 SDPA_TOKENS = 1 << 16
+COLDEST, HOTTEST = 0.01, 100.0  # temperatures; vLLM raises a lower one, and trainers would not
 # The largest set that a token is chosen from; vLLM sends larger ones as bits over the vocabulary.
 MOST_ALLOWED = 2048
 # vLLM's arguments that the run itself sets, and our setting for each: other values would break it.
@@ -108,6 +110,9 @@ def of_kind(policy: "PolicySettings") -> None:
             )
         if any(vars(policy.megatron).values()):
             raise ValueError("policy: megatron needs policy.kind = 'megatron', not 'fsdp'")
+    for name, count in Counter(policy.lora_targets).items():
+        if count > 1:
+            raise ValueError(f"policy: lora_targets has {name!r} {count} times, expected once")
     if not policy.lora_rank and (policy.lora_targets or policy.lora_alpha != 32):
         raise ValueError("policy: lora_alpha and lora_targets need lora_rank above 0")
 
@@ -157,6 +162,11 @@ def of_schedule(policy: "PolicySettings") -> None:
         )
     if policy.min_lr > policy.lr:
         raise ValueError(f"policy: min_lr = {policy.min_lr} > lr = {policy.lr}")
+    if warm and policy.warmup_lr > policy.lr:
+        raise ValueError(
+            f"policy: warmup_lr = {policy.warmup_lr} > lr = {policy.lr}: expected at most lr, or"
+            " warmup_steps = 0"
+        )
 
 
 def of_engine(engine: "EngineSettings") -> None:
@@ -182,18 +192,24 @@ def of_sampling(sampling: "Sampling") -> None:
     If training truncates, vLLM returns the allowed tokens of every request, so each set is bounded.
     """
     bounded = sampling.truncates
+    if not COLDEST <= sampling.temperature <= HOTTEST:
+        raise ValueError(
+            f"sampling.temperature = {sampling.temperature:g}: expected {COLDEST} to {HOTTEST:g}"
+        )
     if sampling.top_k == 1 or sampling.top_k > MOST_ALLOWED:
         raise ValueError(f"sampling.top_k = {sampling.top_k}: expected 0, or 2 to {MOST_ALLOWED:,}")
     chosen = sampling.parameters | sampling.validation
     top_k = chosen["top_k"]
+    heat = chosen["temperature"]
     why = "because training has top_p, top_k or min_p"
     for name, holds, expected in (
-        ("temperature", chosen["temperature"] >= 0, "0 or more"),
+        ("temperature", heat >= 0, "0 or more"),
+        ("temperature", heat == 0 or COLDEST <= heat <= HOTTEST, f"0, or {COLDEST} to {HOTTEST:g}"),
         ("top_p", 0 < chosen["top_p"] <= 1, "above 0, at most 1"),
         ("top_k", isinstance(top_k, int) and top_k >= -1, "a whole number, -1 or more"),
         ("min_p", 0 <= chosen["min_p"] <= 1, "0 to 1"),
         ("top_k", not bounded or 1 <= top_k <= MOST_ALLOWED, f"1 to {MOST_ALLOWED:,}, {why}"),
-        ("temperature", not bounded or chosen["temperature"] > 0, f"top_k = 1 instead, {why}"),
+        ("temperature", not bounded or heat > 0, f"top_k = 1 instead, {why}"),
     ):
         if not holds:
             raise ValueError(

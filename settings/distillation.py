@@ -135,5 +135,11 @@ def check_layouts(cfg: TeacherSettings) -> None:
         try:
             cfg.layout_of(host)
         except pydantic.ValidationError as error:
-            problem = error.errors()[0]["msg"].removeprefix("Value error, policy: ")
-            raise ValueError(f"teacher_layouts[{host!r}]: {problem}") from None
+            first = error.errors()[0]
+            if first["type"] == "value_error":  # a contradiction, which names its settings
+                problem = first["msg"].removeprefix("Value error, policy: ")
+                raise ValueError(f"teacher_layouts[{host!r}]: {problem}") from None
+            name = ".".join(map(str, first["loc"]))
+            raise ValueError(
+                f"teacher_layouts[{host!r}] sets {name} = {first['input']!r}: {first['msg']}"
+            ) from None

@@ -17,6 +17,7 @@ from settings.merging import Value, booleans, flatten, is_group
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+ALTERNATIVES = ("bool", "int", "float", "str", "none")  # how pydantic names a union's types
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"(?:\s*:)?|[{}\[\]]')  # of JSON: a text, a key, a bracket
 
 
@@ -76,7 +77,8 @@ def of_another_program(path: str, value: Value, known: Collection[str]) -> str:
 def explain(Config: type, error: pydantic.ValidationError) -> str:
     """Returns the first problem in one line: field, value and expectation, or a contradiction."""
     first = error.errors()[0]
-    name = group_of(Config(), error.title) + ".".join(map(str, first["loc"]))
+    parts = [str(part) for part in first["loc"] if part not in ALTERNATIVES]
+    name = group_of(Config(), error.title) + ".".join(parts)
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     if first["type"] == "unexpected_keyword_argument":

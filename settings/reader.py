@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 PATHS = {"run_dir", "model", "data.train", "data.val", "command.resume", "command.replay"}
 PATHS |= {"services.lean", "services.images", "services.workplace"}
+OPPOSITE = re.compile(r"(^--|\.)no-(?=[^.]*$)")  # --no-wandb is the opposite of --wandb
 C = TypeVar("C", bound="TrainingSettings")
 
 
@@ -61,10 +62,13 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
     sys.excepthook = end_in_one_line
     path = ROOT / default
     flags = [part for flag in argv for part in split_config(flag)]
-    names = (flag.partition("=")[0].replace("_", "-") for flag in flags if flag[:2] == "--")
+    names = [flag.partition("=")[0].replace("_", "-") for flag in flags if flag[:2] == "--"]
     for name, count in Counter(names).items():
         if count > 1:
             raise InputError(f"{name} is given {count} times, expected once")
+        opposite = OPPOSITE.sub(r"\1", name)
+        if opposite != name and opposite in names:
+            raise InputError(f"{opposite} and {name} exclude each other")
     if "--config" in flags:
         at = flags.index("--config")
         if at + 1 == len(flags):
@@ -194,6 +198,8 @@ def check_text(name: str, value: str) -> None:
         raise InputError(f"{name} = {value!r}: expected text without the character NUL")
     if any("\ud800" <= letter <= "\udfff" for letter in value):
         raise InputError(f"{name} = {value!r}: expected text in UTF-8")
+    if name in PATHS and not value.isprintable():
+        raise InputError(f"{name} = {value!r}: expected a path of characters that can be printed")
     if name in PATHS and value.startswith("~"):
         raise InputError(
             f"{name} = {value!r}: expected a path without ~, because no shell replaces it here"

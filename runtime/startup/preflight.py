@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from settings.config import TrainingSettings
 
 SHORTEST = 1.0  # seconds; any wait of a run may take longer than this
+LONGEST = 1e7  # seconds, 115 days; libraries count a timeout's milliseconds in 64 bits
 
 
 class Declaration(NamedTuple):
@@ -81,10 +82,10 @@ def load(Config: type[C], argv: list[str], default: str) -> C:
 
 
 def prepare(cfg: "TrainingSettings") -> None:
-    """Checks what can be checked without an actor; prints the run folder, and possibly a note.
+    """Checks what can be checked without an actor; prints the run folder, and possibly notes.
 
-    The note is about a drafter that no update trains (runtime/engines/speculation.py). Raises
-    InputError as `check` does.
+    The notes are about a warm-up that the run does not complete, and about a drafter that no update
+    trains (runtime/engines/speculation.py). Raises InputError as `check` does.
     """
     gc.disable()  # it would search a million objects repeatedly while libraries load
     try:
@@ -95,9 +96,9 @@ def prepare(cfg: "TrainingSettings") -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a log file must show what a run waits for
         sys.stdout.reconfigure(line_buffering=True)
     print(f"run folder: {shown(cfg.run_dir)}", flush=True)
-    note = ageing(cfg)
-    if note:
-        print(note, flush=True)
+    for note in (short_of_warmup(cfg), ageing(cfg)):
+        if note:
+            print(note, flush=True)
 
 
 def check(cfg: "TrainingSettings") -> None:
@@ -105,10 +106,23 @@ def check(cfg: "TrainingSettings") -> None:
     for name, seconds in dataclasses.asdict(cfg.timeouts).items():
         if seconds < SHORTEST:
             raise InputError(f"timeouts.{name} = {seconds:g}: expected {SHORTEST:g} s or more")
+        if seconds > LONGEST:
+            raise InputError(f"timeouts.{name} = {seconds:g}: expected {LONGEST:g} s or less")
     check_folder(cfg)
     check_command(cfg)
     check_arguments(cfg)
     check_model(cfg)
+
+
+def short_of_warmup(cfg: "TrainingSettings") -> str:
+    """Returns the note on a run that ends before its warm-up, such as a trial; "" for others."""
+    updates = cfg.steps * getattr(cfg, "updates_per_batch", 1)
+    if cfg.command.modes or updates >= cfg.policy.warmup_steps:
+        return ""
+    return (
+        f"note: policy.warmup_steps = {cfg.policy.warmup_steps}, but the run has {updates} updates:"
+        f" its learning rate stays below policy.lr = {cfg.policy.lr:g}"
+    )
 
 
 def check_installed(cfg: "TrainingSettings") -> None:
