@@ -12,10 +12,12 @@ every call in the text. vLLM's parsers silently mend or drop broken calls, so Ne
 looks for markup that a parser left in the text, would accept them.
 """
 
+import ast
 import asyncio
 import contextlib
 import functools
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -24,6 +26,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from core.waits import in_thread
@@ -75,6 +78,8 @@ def problem(named: Services, model: str) -> str:
         return ""
     if not model:
         return "model = '': expected the folder of the tokenizer that the parsers need"
+    if why := unknown(named):
+        return f"vLLM's parsers: {why}"
     trial = Server((named.reasoning_parser, named.tool_parser, model))
     try:
         trial.start()
@@ -82,6 +87,33 @@ def problem(named: Services, model: str) -> str:
         return str(error)
     trial.close()
     return ""
+
+
+def unknown(named: Services) -> str:
+    """Returns which name vLLM does not know, by its source: to import it takes ten seconds.
+
+    "" if it knows both, or if its source is not as expected.
+    """
+    spec = importlib.util.find_spec("vllm")
+    folder = Path(str(spec and spec.origin)).parent
+    for kind, name, package in (
+        ("reasoning", named.reasoning_parser, "reasoning"),
+        ("tool", named.tool_parser, "tool_parsers"),
+    ):
+        known = registered(folder / package / "__init__.py")
+        if name and known and name not in known:
+            return f"services.{kind}_parser = {name!r}: expected one of: {', '.join(sorted(known))}"
+    return ""
+
+
+def registered(path: Path) -> set[str]:
+    """Returns the keys of the dictionary in which one of vLLM's packages lists its parsers."""
+    if not path.is_file():
+        return set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_TO_REGISTER"):
+            return set(ast.literal_eval(node.value))
+    return set()
 
 
 @functools.cache
@@ -211,18 +243,8 @@ def make_parse(reasoning: str, tool: str, model: str) -> Parse:
         ChatCompletionToolsParam,
     )
     from vllm.parser import ParserManager
-    from vllm.reasoning import ReasoningParserManager
     from vllm.tokenizers.hf import get_cached_tokenizer
-    from vllm.tool_parsers import ToolParserManager
 
-    for kind, name, known in (
-        ("reasoning", reasoning, ReasoningParserManager.lazy_parsers),
-        ("tool", tool, ToolParserManager.lazy_parsers),
-    ):
-        if name and name not in known:
-            raise ValueError(
-                f"services.{kind}_parser = {name!r}: expected one of: {', '.join(sorted(known))}"
-            )
     tokenizer = get_cached_tokenizer(load_tokenizer(model))
     try:
         parser_class: type[Parser] = ParserManager.get_parser(
