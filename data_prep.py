@@ -22,7 +22,7 @@ from typing import Protocol
 
 import tyro
 
-from core.errors import InputError
+from core.errors import InputError, reader_may_leave
 from prep.blend import Blend
 from prep.check import Check
 from prep.convert import Rows
@@ -67,9 +67,12 @@ def main(argv: list[str]) -> int:
         raise InputError("only profile accepts --: the words after it are passed to its run")
     try:
         return command.run()
+    except BrokenPipeError:
+        raise
     except OSError as error:  # a full disk, a read-only folder
         raise InputError(f"{error.filename or 'output'}: {error.strerror}") from None
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with reader_may_leave():
+        sys.exit(main(sys.argv[1:]))

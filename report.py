@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar, Unpack
 
 import numpy as np
 
-from core.errors import InputError, in_one_line, shown
+from core.errors import InputError, in_one_line, reader_may_leave, shown
 from core.jsonl import METRICS, parse, place, read
 from rollout.answer_markup import FLAWS
 from runtime.checkpoints.archive import listed
@@ -474,9 +474,19 @@ def draw(run_dir: str) -> Path:
     return picture
 
 
-if __name__ == "__main__":
-    folders = sys.argv[1:]
-    if not folders or {"-h", "--help"} & {*folders}:
+def main(argv: list[str]) -> None:
+    """Writes the page of one run, or of several. Raises InputError if that is impossible."""
+    if not argv or {"-h", "--help"} & {*argv}:
         print("usage: python report.py RUN_DIR [OTHER_RUN_DIR ...]")
-        sys.exit(not folders)
-    print(compare(folders) if folders[1:] else write(folders[0]))
+        raise SystemExit(not argv)
+    try:
+        print(compare(argv) if argv[1:] else write(argv[0]))
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a read-only folder
+        raise InputError(f"{error.filename or argv[0]}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    with reader_may_leave():
+        main(sys.argv[1:])

@@ -1,8 +1,11 @@
 """Defines the errors that end a program or a run, and formats errors and paths as one line."""
 
+import contextlib
 import os
 import re
+import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 # How Ray names an actor whose process has died. Beside it, Ray only guesses why.
@@ -50,6 +53,20 @@ def in_one_line(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [repr(error)]
     places = [line for line in lines if line.startswith('File "')]
     return ": ".join([*places[-1:], lines[-1]])
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Lets a program end without an error if the reader of its output, such as head, has left."""
+    try:
+        yield
+    except BrokenPipeError:
+        pass
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # Python would try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class RunError(RuntimeError):

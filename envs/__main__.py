@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import os
 import statistics
 import sys
 import textwrap
@@ -17,7 +16,7 @@ import tyro
 
 import envs
 from core import errors
-from core.errors import InputError, ModuleError
+from core.errors import InputError, ModuleError, reader_may_leave
 from core.waits import within
 from envs import check_rows, registry
 from envs.check_rows import read_rows, use_services
@@ -252,8 +251,5 @@ def read_rollouts(path: str, rows: Sequence[dict]) -> Iterator[Answer]:
 
 
 if __name__ == "__main__":
-    try:
+    with reader_may_leave():
         main(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

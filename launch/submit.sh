@@ -52,7 +52,8 @@ done
 [[ ${EXP_NAME:-x} =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
     bad "EXP_NAME = '$EXP_NAME': expected letters, digits, . _ -, but no . or - at the start"
 [[ " ${arguments[*]} " != *"{time}"* ]] || bad "run_dir has {time}: each job would begin anew"
-[[ ${JOBS:-1} =~ ^[1-9][0-9]*$ ]] || bad "JOBS = '$JOBS': expected the number of jobs in the chain"
+[[ ${JOBS:-1} =~ ^[1-9][0-9]{0,3}$ ]] ||
+    bad "JOBS = '$JOBS': expected the number of jobs in the chain, 1 to 9999"
 for name in CPU_NODES SAVE_BEFORE SBATCH_NUM_NODES GPUS_PER_NODE PROFILE_NODES \
     ENABLE_MTP_INFERENCE NUM_SPECULATIVE_TOKENS MAX_NUM_BATCHED_TOKENS; do
     [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ ]] || bad "$name = '${!name}': expected a whole number"

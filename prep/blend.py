@@ -60,6 +60,9 @@ class Blend:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"--{name} {value}: expected {least} or more")
+        is_folder = Path(self.name).name == self.name != ".." and "\0" not in self.name
+        if self.name and not is_folder:
+            raise InputError(f"--name {self.name!r}: expected the name of a folder in --out")
         patterns = [f"{name}.jsonl" for name in self.only] or ["*.jsonl"]
         folder = tables.located(self.source, patterns, "SOURCE")
         found = [folder] if folder.is_file() else sorted(folder.glob("*.jsonl"))

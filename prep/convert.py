@@ -82,6 +82,9 @@ class Rows:
             answer = json.dumps(answer)
         elif final := FINAL.search(answer):
             answer = final[1].replace(",", "")
+        for column, text in ((self.prompt, asked), (self.answer, answer)):
+            if tables.has_nul(text):
+                raise InputError(f"{place}: {column} has the character NUL, expected text")
         messages = asked
         if not isinstance(asked, list):
             content = self.template.replace("{question}", str(asked))

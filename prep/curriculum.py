@@ -12,6 +12,7 @@ middle is the rows' mean. The report's figure shows batches that fall from about
 """
 
 import json
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator
@@ -64,9 +65,10 @@ class Curriculum:
 
     def run(self) -> int:
         """Writes the rows and prints the number dropped. Raises InputError for a bad pass rate."""
-        for name, least in (("prompts_per_step", 1), ("fall", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"--{name} {getattr(self, name)}: expected {least} or more")
+        if self.prompts_per_step < 1:
+            raise InputError(f"--prompts_per_step {self.prompts_per_step}: expected 1 or more")
+        if not 0 <= self.fall < math.inf:
+            raise InputError(f"--fall {self.fall}: expected 0 or more, such as {FALL}")
         domains, solved, unknown = read(self.file, self.by)
         with files.rewriting(self.file, self.out) as output, open(self.file, "rb") as source:
             total = sum(len(domain.starts) for domain in domains)

@@ -3,11 +3,14 @@
 import heapq
 import itertools
 import math
+import reprlib
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 from core.errors import InputError
+
+LARGEST = 1e9  # weight; 1 / LARGEST is the smallest
 
 
 def turns(weights: Sequence[float]) -> Iterator[int]:
@@ -53,7 +56,9 @@ def parts(spec: str) -> list[tuple[Path, float]]:
     for part in spec.split(","):
         path, _, weight = part.strip().rpartition(":")
         number = float(weight) if weight.replace(".", "", 1).isdecimal() else 0.0
-        if not path or not number:
-            raise InputError(f"--mix: {part.strip()!r}: expected FILE:WEIGHT, such as a.jsonl:0.5")
+        if not path or not 1 / LARGEST <= number <= LARGEST:
+            raise InputError(
+                f"--mix: {reprlib.repr(part.strip())}: expected FILE:WEIGHT, such as a.jsonl:0.5"
+            )
         found.append((Path(path), number))
     return found

@@ -32,11 +32,12 @@ def records(
     """
     start = 0
     for path in files:
+        first = start
         try:
             for batch in batches(path, columns):
                 places = [i for i in range(len(batch)) if wanted is None or start + i in wanted]
                 for i, record in zip(places, picked(batch, places), strict=True):
-                    yield start + i, placed(record, f"{path}: {start + i}")
+                    yield start + i, placed(record, f"{path}, record {start + i - first + 1}")
                 start += len(batch)
         except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
             raise InputError(f"{path}: expected {path.suffix[1:]}: {error}") from None
@@ -68,7 +69,11 @@ def batches(path: Path, columns: list[str]) -> Iterator[Batch]:
     elif path.suffix == ".csv":
         csv.field_size_limit(LONGEST_LINE)
         with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from ([record] for record in csv.DictReader(file))
+            reader = csv.DictReader(file)
+            line = 2  # where the next record begins; the first line has the columns' names
+            for record in reader:
+                yield [(f"{path}:{line}", record)]
+                line = reader.line_num + 1
     elif path.suffix == ".json" and is_array(path):
         yield from ([record] for record in objects(path))
     else:
@@ -120,6 +125,15 @@ def value(record: dict, column: str, place: str) -> Any:
             raise InputError(f"{place}: {column} is missing or null at {key!r}: {has}")
         found = inner
     return found
+
+
+def has_nul(found: Any) -> bool:
+    """Returns whether a text, or one inside a list or a dictionary, has the character NUL."""
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, list):
+        return any(map(has_nul, found))
+    return isinstance(found, str) and "\0" in found
 
 
 def data_files(source: Path, split: str) -> list[Path]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 import pydantic
 import tyro
 
-from core.errors import InputError
+from core.errors import InputError, reader_may_leave
 from settings import names_of_other_trainers
 from settings.error_messages import explain, refuse
 from settings.hub import fetched, is_class
@@ -109,7 +109,7 @@ def overridden(base: C, flags: list[str]) -> C:
     program = Path(sys.argv[0]).name
     printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(printed):
+        with reader_may_leave(), contextlib.redirect_stderr(printed):
             return tyro.cli(
                 Config,
                 prog=program,

@@ -1,5 +1,7 @@
 """Wrong inputs by their place: each ends in one line before any actor, and nothing is lost."""
 
+import builtins
+import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -15,17 +17,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import ray
 from conftest import spelling_rows, write_rows
 
+import data_prep
 import grpo_async
+import mopd
+import report
 from core.errors import InputError
+from envs.parsers import parsers
 from rollout.messages import load_tokenizer
 from runtime.checkpoints import folders
 from runtime.checkpoints.archive import write_groups
@@ -267,6 +274,7 @@ class Case:
     says: str
     flags: str = ""
     steps: tuple[tuple, ...] = ()
+    program: str = "grpo_async"
 
     def spoil(self, home: Home) -> list[str]:
         """Takes the steps; returns the flags of the command line."""
@@ -275,13 +283,26 @@ class Case:
             getattr(home, name)(*given)
         flags = self.flags.replace("HOME", str(home.folder)).replace("X300", "x" * 300)
         words = shlex.split(flags)
-        own = [] if "--config HOME" in self.flags else ["--config", str(home.folder / "mine.py")]
+        is_named = "--config HOME" in self.flags or self.program in ("data_prep", "report")
+        own = [] if is_named else ["--config", str(home.folder / "mine.py")]
         return [*own, *words]
+
+
+PROGRAMS = {
+    "grpo_async": grpo_async.main,
+    "mopd": mopd.main,
+    "data_prep": lambda: data_prep.main(sys.argv[1:]),
+    "report": lambda: report.main(sys.argv[1:]),
+}
 
 
 def case(place: str, says: str, own: str = "", *steps: tuple) -> Case:
     if place == "config":
         return Case(says, "", (("lines", own), *steps))
+    if place == "mopd":
+        return Case(says, "", (("lines", own), *steps), place)
+    if place in PROGRAMS:
+        return Case(says, own, steps, place)
     if place == "toml":
         return Case(says, "--config HOME/mine.toml", (("put", "mine.toml", own), *steps))
     if place == "json":
@@ -303,6 +324,7 @@ def run(home: Home, case: Case, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["grpo_async.py", *case.spoil(home)])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(ray_start, "connect", started)
+    monkeypatch.setattr(parsers.Server, "start", started)  # which imports vLLM
     monkeypatch.setattr(merging, "SECONDS", 0.5)
     load_tokenizer.cache_clear()
 
@@ -315,25 +337,40 @@ CONNECT = ray_start.connect
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a folder, but for those that locks and bad rows are written to."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path): path.read_bytes() for path in files if path.name != "lock"}
+    """The files and folders of a folder, but for the files that locks are written to."""
+    found = [path for path in folder.rglob("*") if path.name != "lock"]
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in found}
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[set[str]]:
+    """The packages that import statements name in a block, also those that are loaded already."""
+    names: set[str] = set()
+    real = builtins.__import__
+
+    def noted(name, *args, **kwargs):
+        names.add(name.partition(".")[0])
+        return real(name, *args, **kwargs)
+
+    with mock.patch.object(builtins, "__import__", noted):
+        yield names
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_wrong_input_ends_in_one_line_before_any_actor(
     name, tmp_path, tiny_model, monkeypatch, capfd
 ):
-    """Within 5 s, and nothing of the user's is another than before."""
+    """Without vLLM and Ray, and nothing of the user's is another than before."""
     case = TABLE[name]
     home = Home(tmp_path, tiny_model)  # which holds the lock of another run
     run(home, case, monkeypatch)
     before = contents(tmp_path)
     capfd.readouterr()
     began = time.perf_counter()
-    with pytest.raises(SystemExit) as stop:
-        grpo_async.main()
+    with pytest.raises(SystemExit) as stop, importing() as imported:
+        PROGRAMS[case.program]()
     seconds = time.perf_counter() - began
+    assert not imported & {"ray", "vllm"}
     told = capfd.readouterr()
     if stop.value.code == 2:  # what tyro says of flags
         text = unboxed(told.err)
@@ -422,14 +459,25 @@ def test_a_ray_that_does_not_start_names_its_logs_and_the_variable(
     shutil.rmtree(folder, ignore_errors=True)
 
 
-PROGRAMS = ["config: True for a count", "model: a tensor less"]
-PROGRAMS += ["command: evaluation without a checkpoint"]
+LOADED = """
+import atexit, runpy, sys
+heavy = {"ray", "vllm", "transformers"}
+atexit.register(lambda: print("loaded:", *sorted(heavy & set(sys.modules))))
+sys.argv = sys.argv[1:]
+sys.path.insert(0, ".")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_program_ends_within_seconds_of_its_start(name, tmp_path, tiny_model):
-    """Imports included; Ray makes no folder of its own."""
+@pytest.mark.parametrize(("name", "loaded"), [
+    ("config: True for a count", ""),
+    ("command: evaluation without a checkpoint", ""),
+    ("model: an unknown tool parser", " transformers"),
+    ("data: a top_p of its own", " transformers"),
+])  # fmt: skip
+def test_the_program_ends_within_seconds_of_its_start(name, loaded, tmp_path, tiny_model):
+    """Imports included, of what has to be asked alone; Ray makes no folder of its own."""
     case = TABLE[name]
     home = Home(tmp_path, tiny_model)
     flags = case.spoil(home)
@@ -437,11 +485,13 @@ def test_the_program_ends_within_seconds_of_its_start(name, tmp_path, tiny_model
     env = os.environ | {"RAY_TMPDIR": str(tmp_path / "ray")}
     began = time.monotonic()
     before = os.times()
-    done = ran(sys.executable, ROOT / "grpo_async.py", *flags, root=None, env=env, seconds=600)
+    program = [sys.executable, "-c", LOADED, "grpo_async.py"]
+    done = ran(*program, *flags, env=env, seconds=600)
     after = os.times()
     seconds = after.children_user + after.children_system - before[2] - before[3]
     print(f"{name}: {time.monotonic() - began:.1f} s, {seconds:.1f} s of them on the processor")
-    assert done.returncode == 1 and re.fullmatch(r"(run folder: \S+\n)?", done.stdout), done
+    expected = rf"(run folder: \S+\n)?(note: .*\n)?loaded:{loaded}\n"
+    assert done.returncode == 1 and re.fullmatch(expected, done.stdout), done
     assert re.fullmatch(f"error: .*{case.says}.*\n", done.stderr), done.stderr
     assert seconds < 30  # 4 to 5, most of it imports, where nobody else runs
     assert not list((tmp_path / "ray").iterdir()) and not home.run.exists()
