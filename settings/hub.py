@@ -48,8 +48,8 @@ def fetched(model: str, weights: bool, setting: str = "model") -> str:
             why += f"{type(error).__name__}: {error}"
     raise InputError(
         f"{setting} = {model!r}: there is no folder {folder} that holds config.json, and the "
-        f"Hugging Face hub did not provide such a model: {' '.join(why.split())}. Without a network, "
-        f"download it elsewhere (hf download {model}) and set {setting} to the folder"
+        f"Hugging Face hub did not provide such a model: {' '.join(why.split())}. Without a "
+        f"network, download it elsewhere (hf download {model}) and set {setting} to the folder"
     )
 
 
