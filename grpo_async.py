@@ -172,6 +172,11 @@ class GroupSettings(RunSettings):
         return 1
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps * self.updates_per_batch
+
+    @property
     def skip_zero_advantage(self) -> bool:
         """Whether samples with zero advantage cost no compute."""
         return False

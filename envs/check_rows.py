@@ -8,7 +8,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from core.cpu_alarm import at_most
 from core.errors import InputError, ModuleError, located
@@ -26,7 +26,6 @@ from rollout.messages import (
     template_variables,
 )
 from rollout.rows import keep_bad, loads, refuse_none, sort_lines
-from settings.config import SamplingParameter
 from settings.environment_services import Services
 
 if TYPE_CHECKING:
@@ -137,9 +136,13 @@ def read_rows(
     """
     single = single_answers(path, cfg) if cfg else ""
     alone: Counter[str] = Counter()  # rows that lack a second answer, by agent
+    unheard: Counter[str] = Counter()  # rows whose value is not used, by sampling parameter
 
     def is_used(line: str) -> bool:
-        agent = parse(line, cfg)["agent_ref"]["name"]
+        row = parse(line, cfg)
+        if cfg:
+            unheard.update(overridden(row, cfg))
+        agent = row["agent_ref"]["name"]
         lacks = bool(single) and registry.only_compares(agent)
         alone[agent] += lacks
         return not lacks
@@ -156,6 +159,12 @@ def read_rows(
             f"{path}: rows need answers to compare ({counts}), "
             f"but {single} = 1: they are not evaluated"
         )
+    if cfg:
+        for name, count in unheard.items():
+            print(
+                f"{path}: rows that ask for another {name}: {count:,}; "
+                f"sampling.{name} = {getattr(cfg.sampling, name)} is used"
+            )
     refuse_none(rows, bad)
     return rows, bad
 
@@ -182,21 +191,31 @@ def parse(line: str, cfg: "RunSettings | None") -> dict:
 
 def check_sampling(row: dict, size: int, cfg: "RunSettings") -> None:
     """Raises ValueError if the run's sampling settings exclude a row of `size` bytes."""
-    check_distribution(row, cfg)
+    check_temperature(row, cfg)
     if size + 256 > cfg.sampling.max_model_len:  # a token is at least one byte
         check_length(row, cfg)
 
 
-def check_distribution(row: dict, cfg: "RunSettings") -> None:
-    """Raises ValueError if a row asks for another distribution than the one that is trained."""
-    for name in get_args(SamplingParameter):
-        asked = row["responses_create_params"].get(name)
-        own = getattr(cfg.sampling, name)
-        if asked not in (None, own):
-            raise ValueError(
-                f"responses_create_params.{name} is {reprlib.repr(asked)}, "
-                f"expected sampling.{name} = {own}, or null"
-            )
+def check_temperature(row: dict, cfg: "RunSettings") -> None:
+    """Raises ValueError if a row asks for a different temperature than the trainer divides by."""
+    temperature = row["responses_create_params"].get("temperature")
+    own = cfg.sampling.temperature
+    if temperature not in (None, own):
+        raise ValueError(
+            f"responses_create_params.temperature is {reprlib.repr(temperature)}, "
+            f"expected sampling.temperature = {own}, or null"
+        )
+
+
+def overridden(row: dict, cfg: "RunSettings") -> list[str]:
+    """Returns the sampling parameters for which a row has other values than the run.
+
+    As in NeMo-RL (experience/rollouts.py), the run's values are used: released rows ask for a top_p
+    of 0.95, and are trained with 1.
+    """
+    params = row["responses_create_params"]
+    names = ("top_p", "top_k", "min_p")
+    return [name for name in names if params.get(name) not in (None, getattr(cfg.sampling, name))]
 
 
 def check_length(row: dict, cfg: "RunSettings") -> None:

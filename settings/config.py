@@ -301,6 +301,11 @@ class CommonSettings:
         """Forward passes over a batch in addition to the one that trains, for --dry_run."""
         return 0
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps
+
 
 class BatchSize:
     """Settings that each program with rollouts declares in its Config with its own defaults."""

@@ -116,12 +116,11 @@ def check(cfg: "TrainingSettings") -> None:
 
 def short_of_warmup(cfg: "TrainingSettings") -> str:
     """Returns the note on a run that ends before its warm-up, such as a trial; "" for others."""
-    updates = cfg.steps * getattr(cfg, "updates_per_batch", 1)
-    if cfg.command.modes or updates >= cfg.policy.warmup_steps:
+    if cfg.command.modes or cfg.updates >= cfg.policy.warmup_steps:
         return ""
     return (
-        f"note: policy.warmup_steps = {cfg.policy.warmup_steps}, but the run has {updates} updates:"
-        f" its learning rate stays below policy.lr = {cfg.policy.lr:g}"
+        f"note: policy.warmup_steps = {cfg.policy.warmup_steps}, but the run has {cfg.updates} "
+        f"optimizer steps: its learning rate stays below policy.lr = {cfg.policy.lr:g}"
     )
 
 

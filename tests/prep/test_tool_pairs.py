@@ -111,7 +111,7 @@ def test_what_cannot_be_a_pair_is_counted(pairs):
 
 def test_other_parsers_and_thresholds(pairs):
     answers = [answer(1, "4", 0.5), answer(1, '[TOOL_CALLS]f{"x": 1}', 0.0)]
-    with pytest.raises(InputError, match="no row"):
+    with pytest.raises(InputError, match="none of its rows is left"):
         pairs(answers)
     found, _ = pairs(answers, "--threshold", "0.5", "--tool_parser", "mistral")
     assert [pair["dataset"] for pair in found] == ["hallucination"]

@@ -324,12 +324,26 @@ def test_a_file_that_changes_under_a_run_is_named(cfg, tmp_path):
 def test_a_row_has_the_temperature_of_the_run(cfg, tmp_path):
     """The trainer divides its logits by one temperature."""
     (row,) = spelling_rows(1)
-    row["responses_create_params"] |= {"temperature": 1.0, "top_p": 0.95}
+    row["responses_create_params"] |= {"temperature": 1.0}
     assert len(load_rows(write_lines(tmp_path / "good.jsonl", [dump(row)]), cfg)) == 1
     row["responses_create_params"]["temperature"] = 0.6
     told = r":1: responses_create_params\.temperature is 0.6, expected sampling.temperature = 1.0"
     with pytest.raises(InputError, match=told):
         load_rows(write_lines(tmp_path / "hot.jsonl", [dump(row)]), cfg)
+
+
+def test_a_row_that_asks_for_another_top_p_is_sampled_with_the_run_s_and_counted(
+    cfg, tmp_path, capsys
+):
+    """As in NeMo-RL; rows of its SWE data ask for 0.95."""
+    rows = spelling_rows(3)
+    rows[0]["responses_create_params"] |= {"top_p": 0.95}
+    rows[1]["responses_create_params"] |= {"top_p": 1.0, "top_k": 20}
+    path = write_lines(tmp_path / "asking.jsonl", [dump(row) for row in rows])
+    assert len(load_rows(path, cfg)) == 3
+    printed = capsys.readouterr().out
+    assert f"{path}: rows that ask for another top_p: 1; sampling.top_p = 1.0 is used" in printed
+    assert "rows that ask for another top_k: 1; sampling.top_k = 0 is used" in printed
 
 
 def test_a_row_changes_template_variables_and_length_of_answers(tokenizer):
