@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MARKER = "complete.json"
+REPLACED = ".replaced"  # added to the name of a checkpoint while a new one takes its place
 EXPORT = "hf/"
 BLOCK = 1 << 24
 
@@ -63,14 +64,20 @@ def flush(path: Path) -> None:
 def commit(aside: str, folder: str, files: dict[str, tuple[int, int]]) -> None:
     """Renames a written folder to its final name, then marks it; both are flushed.
 
-    The export gets its own marker because it stays when the rest is deleted.
+    The export gets its own marker because it stays when the rest is deleted. If there is a
+    checkpoint of that name, it stays whole under another one until the new one is marked.
     """
     export = {name.removeprefix(EXPORT): files[name] for name in files if name.startswith(EXPORT)}
     mark(f"{aside}/{EXPORT}", export)
+    older = Path(folder + REPLACED)
+    if Path(folder, MARKER).exists():
+        os.rename(folder, older)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(aside, folder)
     mark(folder, {name: sums for name, sums in files.items() if not name.startswith(EXPORT)})
     flush(Path(folder).parent)
+    if older.exists():
+        remove(older)
 
 
 def mark(folder: str, files: dict[str, tuple[int, int]]) -> None:
@@ -82,15 +89,36 @@ def mark(folder: str, files: dict[str, tuple[int, int]]) -> None:
     flush(Path(folder))
 
 
+def remove(folder: Path) -> None:
+    """Deletes a checkpoint, its marker first, so that it never looks complete while it is not."""
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def put_back(run_dir: str) -> None:
+    """Gives each checkpoint its name back if the process that was to replace it was killed."""
+    for older in Path(run_dir).glob(f"step_*{REPLACED}"):
+        folder = older.with_suffix("")
+        if (folder / MARKER).exists():
+            remove(older)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(older, folder)
+
+
 def step_of(folder: Path) -> int:
-    """Returns the step of a folder named like step_000100; -1 for any other name."""
-    match = re.fullmatch(r"step_(\d+)", folder.name)
+    """Returns the step of a folder named like step_000100; -1 for any other name.
+
+    While the checkpoint is being replaced, its name is step_000100.replaced.
+    """
+    match = re.fullmatch(r"step_(\d+)", folder.name.removesuffix(REPLACED))
     return int(match[1]) if match else -1
 
 
 def newest_first(run_dir: str) -> list[Path]:
     """Returns the checkpoint folders of a run that have a marker, the newest first."""
-    folders = [path.parent for path in Path(run_dir).glob(f"step_*/{MARKER}")]
+    folders = sorted(path.parent for path in Path(run_dir).glob(f"step_*/{MARKER}"))
+    # Of two with the same step, the one that has been replaced stays behind the other.
     return sorted(folders, key=step_of, reverse=True)
 
 

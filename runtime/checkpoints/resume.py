@@ -15,7 +15,15 @@ from core import jsonl
 from core.errors import InputError
 from core.waits import within
 from runtime.checkpoints import lineage
-from runtime.checkpoints.folders import BLOCK, MARKER, damage, flush, newest_first, step_of
+from runtime.checkpoints.folders import (
+    BLOCK,
+    MARKER,
+    damage,
+    flush,
+    newest_first,
+    put_back,
+    step_of,
+)
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:
@@ -267,6 +275,7 @@ async def load(
     checkpoints: "Checkpoints", must_match: Sequence[str] | None, fresh: dict | None
 ) -> dict:
     """Does the work of `Checkpoints.load` for a run that resumes, or died in its first step."""
+    put_back(checkpoints.cfg.run_dir)
     state = await newest(checkpoints, must_match, fresh)
     if must_match is not None:
         state = state | {"evaluated": rewind(checkpoints.cfg.run_dir, state)}

@@ -2,6 +2,7 @@
 
 import asyncio
 import builtins
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -434,6 +435,58 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_marked(tmp_path, disk):
         ("flushed", "step_000001"),
         ("flushed", tmp_path.name),
     ]
+
+
+def whole(run_dir: Path) -> list[str]:
+    """The checkpoints of a run that are not damaged, the best first."""
+    return [folder.name for folder in folders.newest_first(str(run_dir)) if not damaged(folder)]
+
+
+class Killed(BaseException):
+    """Stands in for a SIGKILL."""
+
+
+def killed_at(moment: int, run_dir: Path, monkeypatch) -> int:
+    """Replaces step 3's checkpoint, up to this change of names on the disk; returns their count.
+
+    Before each of them a checkpoint of step 3 must be whole.
+    """
+    write_checkpoint(run_dir, 3, {"version": 3, "ready": []})
+    done = 0
+
+    def may_die(change):
+        def changes(*words, **options):
+            nonlocal done
+            assert whole(run_dir)
+            if done == moment:
+                raise Killed
+            done += 1
+            return change(*words, **options)
+
+        return changes
+
+    with monkeypatch.context() as patched, contextlib.suppress(Killed):
+        for name in ("rename", "unlink", "rmdir"):
+            patched.setattr(os, name, may_die(getattr(os, name)))
+        write_checkpoint(run_dir, 3, {"version": 3, "ready": [9]})
+    return done
+
+
+def test_a_checkpoint_is_whole_at_every_moment_of_its_replacement(tmp_path, monkeypatch):
+    """By another of the same step. The next start finds it, and gives it its name back."""
+    found = []
+    for moment in itertools.count():
+        run_dir = tmp_path / str(moment)
+        done = killed_at(moment, run_dir, monkeypatch)
+        folder = str(run_dir / "step_000003")
+        assert resume.first_whole(ask(run_dir, resume="auto")).removesuffix(".replaced") == folder
+        folders.put_back(str(run_dir))
+        assert whole(run_dir) == ["step_000003"]
+        found.append(json.loads(Path(folder, "state.json").read_text())["ready"])
+        if done < moment:
+            break
+    assert found == sorted(found) and found[0] == [] and found[-1] == [9], "the old, then the new"
+    assert not list(run_dir.glob("*.replaced"))
 
 
 def test_lines_that_stay_are_on_the_disk_before_their_file_is_cut(tmp_path, disk):
