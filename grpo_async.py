@@ -584,6 +584,10 @@ class RolloutBuffer:
         self.waiting = Counter(slot // self.prompts_per_step for slot in self.ready)
         self.dropped.update(dropped)
 
+    def untrained(self) -> list[Group]:
+        """Returns the finished groups whose step is not trained yet: a checkpoint holds them."""
+        return [*self.taken, *self.ready.values()]
+
     def has_part(self, step: int) -> bool:
         """Returns whether the next part of a step is ready; usually a part is the whole step."""
         return self.waiting[step] >= self.part_size
@@ -1140,6 +1144,7 @@ class Run(Generic[C]):
         self.checkpoints = Checkpoints(cfg, self.cluster, rows)
         self.current_step = StepInParts()
         self.evaluated = -1  # the last policy version that was evaluated
+        self.saved = self.contents()  # those of the newest checkpoint
         self.dropped_in_a_row = 0
         # Held from the optimizer step through the sync, so that a repair never sends weights that
         # have no version yet.
@@ -1247,8 +1252,8 @@ class Run(Generic[C]):
         """Takes each step's groups, trains, syncs; reads like synchronous GRPO."""
         cfg = self.cfg
         buffer = self.buffer
-        saved = buffer.version
-        if saved and not self.checkpoints.exist():  # resumed from another folder's checkpoint
+        # A run that resumed from another folder's checkpoint has none of its own yet.
+        if buffer.version and not self.checkpoints.exist():
             await self.save()
             await self.checkpoints.written()
         if self.is_due(cfg.val_period):
@@ -1261,12 +1266,11 @@ class Run(Generic[C]):
             stats["step_seconds"] = time.perf_counter() - began
             stats["dropped_prompts"] = buffer.dropped.total()
             self.log.step(step + 1, self.current_step.groups, stats | self.dispatcher.meters())
-            if self.is_due(cfg.save_period):
-                saved = step + 1
+            if self.is_due(cfg.save_period) and not self.leaving:
                 await self.save()
             if self.is_due(cfg.val_period):
                 await self.evaluate()
-        if saved != buffer.version:
+        if self.saved != self.contents():
             await self.save()
         await self.checkpoints.written()
         if self.leaving:
@@ -1403,8 +1407,13 @@ class Run(Generic[C]):
         await self.checkpoints.written()
         async with self.training:  # ranks that copy cannot answer a repair, which would time out
             # Groups and state belong to one moment: no `await` may come between them.
-            ready = [*self.buffer.taken, *self.buffer.ready.values()]
-            await self.checkpoints.save(self.state(), ready, self.tasks)
+            groups = self.buffer.untrained()
+            self.saved = self.contents()
+            await self.checkpoints.save(self.state(), groups, self.tasks)
+
+    def contents(self) -> tuple[int, set[int]]:
+        """Returns what a checkpoint would hold now: the version, and the slots of its groups."""
+        return self.buffer.version, {group.slot for group in self.buffer.untrained()}
 
     def state(self) -> dict:
         """Returns what a checkpoint holds besides the policy and the groups, as JSON values."""
@@ -1419,6 +1428,7 @@ class Run(Generic[C]):
         self.progress = Progress(**state["progress"])
         self.buffer.restore(state["version"], ready, state["dropped"])
         self.evaluated = state["evaluated"]  # added by `checkpoints.load`
+        self.saved = self.contents()
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import gc
 import json
+import random
 from collections import Counter
 from types import SimpleNamespace
 
@@ -262,7 +263,6 @@ def test_a_run_that_leaves_within_a_step_gives_the_groups_back():
                 await asyncio.sleep(0)
             run.leave("SIGTERM")
             await training
-            await run.save()
 
     asyncio.run(main())
     assert trained == [[1, 3]] and saved == [(0, [1, 3, 6, 2])]
@@ -270,6 +270,101 @@ def test_a_run_that_leaves_within_a_step_gives_the_groups_back():
     groups = [*run.buffer.taken, *run.buffer.ready.values()]
     again.buffer.restore(0, groups, {})
     assert [group.slot for group in again.buffer.take(0)] == [1, 3]
+
+
+class Lives:
+    """A run that is told to leave again and again, and the one checkpoint that its lives share."""
+
+    def __init__(self, seed: int):
+        self.dice = dice = random.Random(seed)
+        self.sizes = {"steps": 4, "prompts_per_step": 4, "row_tokens": 1}
+        self.sizes |= {"max_lag": dice.randrange(3), "train_parts": dice.choice([1, 2, 4])}
+        self.sizes |= {"save_period": dice.randrange(3)}
+        self.disk: tuple[dict, list[Group]] | None = None
+        self.finished: Counter[int] = Counter()  # groups by slot
+        self.trained: list[list[int]] = []  # slots of each step
+
+    async def turns(self, most: int) -> None:
+        """Lets the others run for a random while."""
+        for _ in range(self.dice.randrange(most)):
+            await asyncio.sleep(0)
+
+    def make(self) -> Run:
+        run = make_run(0, **self.sizes)
+        left = asyncio.Event()  # set by its last note
+        nothing = dict.fromkeys(("step", "show_ready", "close"), lambda *_: None)
+        run.log = SimpleNamespace(**nothing, note=lambda text: left.set())
+
+        async def save(state: dict, groups: list[Group], tasks: asyncio.TaskGroup) -> None:
+            self.disk = through_json(state), list(groups)
+
+        async def roll_out(row: dict, slot: dispatch.Slot, n: int, version: int) -> Group:
+            await self.turns(12)
+            if left.is_set():  # it is cancelled a moment later
+                await asyncio.Event().wait()
+            self.finished[slot.number] += 1
+            return Group(slot.number, version, 1, [EMPTY], None)
+
+        async def train(step: int, groups: list[Group]) -> dict[str, float]:
+            await self.turns(6)
+            run.current_step.groups.extend(groups)
+            if run.buffer.has_taken_all(step):
+                self.trained.append([group.slot for group in run.current_step.groups])
+            return {}
+
+        run.checkpoints.save = save
+        run.dispatcher.roll_out = roll_out
+        run.train = train
+        run.engines.repair_forever = lambda run: asyncio.Event().wait()
+        run.sync_or_leave = lambda version: asyncio.sleep(0, {})
+        run.cluster.on_signal = lambda leave: None
+        return run
+
+    async def live(self, turns: int) -> None:
+        """One life, which is told to leave after so many turns of the event loop."""
+        run = self.make()
+
+        async def start() -> None:
+            if self.disk:
+                state, groups = self.disk
+                run.restore(state | {"evaluated": -1}, groups)
+
+        async def leave() -> None:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            run.leave("SIGTERM")
+
+        leaving = asyncio.create_task(leave())
+        await run.run(modes.Loops(start, run.generate_forever, run.train_forever))
+        leaving.cancel()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_life_of_a_run_loses_a_group_that_has_finished(seed):
+    """However often it saves, in how many parts it trains, and whenever it is told to leave."""
+    lives = Lives(seed)
+    for _ in range(6):
+        asyncio.run(lives.live(lives.dice.randrange(40)))
+    asyncio.run(lives.live(10_000))
+    assert lives.finished == Counter(range(16)), "a group was lost, and was generated again"
+    assert [sorted(slots) for slots in lives.trained] == [[*range(i, i + 4)] for i in (0, 4, 8, 12)]
+
+
+@pytest.mark.parametrize(("finishes", "saves"), [(False, "save 1"), (True, "save 1, save 1")])
+def test_a_run_that_leaves_saves_again_only_what_is_new(finishes, saves, history):
+    """It is told to after a checkpoint of its step, and perhaps after another group."""
+    run = history.make(steps=3, save_period=1, val_period=1)
+    late = run.buffer.ready.pop(2)
+
+    async def evaluate() -> None:
+        if run.buffer.version == 1:
+            run.leave("SIGTERM")
+            if finishes:
+                run.buffer.ready[2] = late
+
+    run.evaluate = evaluate
+    train(run)
+    assert history.of("save") == saves
 
 
 def test_a_run_from_another_folder_saves_before_all_else(history, tmp_path):
