@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -113,6 +114,9 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> "Act
 
         def __init__(self, *args: Any):
             redirect(folder, cls.__name__)
+            # Programs that this process starts must not inherit what `connect` has blocked. An
+            # actor has a process group of its own, which no terminal sends a signal.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
             os.environ[OWNER] = str(os.getpid())
             find_programs()
             check_granted()

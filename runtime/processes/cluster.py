@@ -84,8 +84,9 @@ class Cluster:
         return self.cfg.demand.share < 1 and has_gpus()
 
     def on_signal(self, leave: Callable[[str], None]) -> None:
-        """Calls `leave` with a reason on SIGTERM, SIGUSR1 and Ctrl-C, and before a Slurm job ends.
+        """Calls `leave` with a reason on a signal that asks to end, and before a Slurm job ends.
 
+        These are SIGTERM, SIGUSR1, SIGHUP of a lost terminal, unless nohup ignores it, and Ctrl-C.
         A second Ctrl-C ends the program at once.
         """
         loop = asyncio.get_running_loop()
@@ -99,8 +100,10 @@ class Cluster:
             leave("Ctrl-C")
 
         loop.add_signal_handler(signal.SIGINT, leave_or_end)
-        for name in ("SIGTERM", "SIGUSR1"):
-            loop.add_signal_handler(getattr(signal, name), leave, name)
+        for name in ("SIGTERM", "SIGUSR1", "SIGHUP"):
+            number = getattr(signal, name)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, leave, name)
         end = os.environ.get("SLURM_JOB_END_TIME")
         if self.cfg.save_before and end:
             seconds = float(end) - time.time() - self.cfg.save_before

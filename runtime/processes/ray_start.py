@@ -4,6 +4,7 @@ import math
 import os
 import re
 import resource
+import signal
 import socket
 from pathlib import Path
 
@@ -81,6 +82,9 @@ def connect(cfg: TrainingSettings) -> placement.Places:
             "_node_ip_address": "127.0.0.1",
             "_system_config": SYSTEM,
         }
+    # A terminal that is lost sends SIGHUP to Ray's processes as well, and the driver needs them to
+    # save. They inherit that it is blocked, and Ray itself blocks SIGINT for them.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         ray.init(
             runtime_env={"env_vars": variables()},
@@ -96,6 +100,8 @@ def connect(cfg: TrainingSettings) -> placement.Places:
             f"Ray did not start on this machine: {brief(error)}; its logs are in {logs}, "
             "or elsewhere if RAY_TMPDIR=FOLDER is set"
         ) from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return placement.plan(cfg, placement.nodes())
 
 

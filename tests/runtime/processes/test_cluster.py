@@ -164,18 +164,20 @@ def test_which_modes_work_in_the_folder_of_a_run(tmp_path, fields, allowed):
 @pytest.fixture
 def handlers():
     """Signal handlers that a test may change."""
-    names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    names = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
     old = {name: signal.getsignal(name) for name in names}
     yield
     for name, handler in old.items():
         signal.signal(name, handler)
 
 
-REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGINT": "Ctrl-C", "": "end of the job"}
+REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGHUP": "SIGHUP", "SIGINT": "Ctrl-C"}
+REASONS[""] = "end of the job"
 
 
 @pytest.mark.parametrize("name", REASONS)
 async def test_signals_and_the_end_of_the_job_make_a_run_leave(name, monkeypatch, handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal
     reasons = []
     cluster = Cluster(Config(save_before=60), Trainer, RolloutWorker)
     seconds = 600 if name else 0
@@ -185,6 +187,15 @@ async def test_signals_and_the_end_of_the_job_make_a_run_leave(name, monkeypatch
         os.kill(os.getpid(), getattr(signal, name))
     await asyncio.sleep(0.2)
     assert reasons == [REASONS[name]]
+
+
+async def test_a_run_that_nohup_has_started_outlives_its_terminal(handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    reasons = []
+    Cluster(Config(), Trainer, RolloutWorker).on_signal(reasons.append)
+    os.kill(os.getpid(), signal.SIGHUP)
+    await asyncio.sleep(0.1)
+    assert reasons == []
 
 
 def test_a_second_ctrl_c_ends_the_program_at_once(handlers):
@@ -310,30 +321,44 @@ def test_an_actor_finds_the_programs_of_its_python(monkeypatch):
 
 CHILDREN = """
 import os, signal, subprocess, sys, time
+from pathlib import Path
 import ray
 from grpo_async import Config
+from runtime.processes.actors import actor
 from runtime.processes.ray_start import connect
-connect(Config())
 
-@ray.remote(num_cpus=0)
-class Actor:
+cfg = Config(run_dir=sys.argv[1])
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+connect(cfg)
+hung_up = []
+signal.signal(signal.SIGHUP, lambda *_: hung_up.append(True))
+os.killpg(0, signal.SIGHUP)
+
+class Parent:
     def start(self):
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        return os.getpid(), self.child.pid, subprocess.run(["false"]).returncode
+        status = Path(f"/proc/{self.child.pid}/status").read_text()
+        blocked = int(status.split("SigBlk:")[1].split()[0], 16) >> signal.SIGHUP - 1 & 1
+        return os.getpid(), self.child.pid, subprocess.run(["false"]).returncode, blocked
 
-pid, child, status = ray.get(Actor.remote().start.remote())
+pid, child, status, blocked = ray.get(actor(Parent, 0, cfg).remote().start.remote())
 os.kill(pid, signal.SIGKILL)
 time.sleep(5)
-print(status, os.path.exists(f"/proc/{child}"), flush=True)
+print(hung_up, blocked, status, os.path.exists(f"/proc/{child}"), flush=True)
 """
 
 
 @pytest.mark.slow
-def test_a_killed_actor_takes_its_children_along_and_programs_keep_their_status():
-    """Whatever Ray was told outside: by its subreaper `false` would seem to succeed."""
+def test_what_ends_or_hangs_up_reaches_the_processes_that_it_should(tmp_path):
+    """A killed actor takes its children along; a lost terminal ends nothing of Ray.
+
+    Programs keep their status and their signals. Whatever Ray was told outside: by its subreaper
+    `false` would seem to succeed.
+    """
     told = {"RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true"}
     told |= {"RAY_process_group_cleanup_enabled": "false"}
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | told
-    command = [sys.executable, "-c", CHILDREN]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-1] == "1 False", done.stdout + done.stderr
+    command = [sys.executable, "-c", CHILDREN, str(tmp_path)]
+    how = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, start_new_session=True, **how)
+    assert done.stdout.splitlines()[-1] == "[True] 0 1 False", done.stdout + done.stderr
