@@ -20,7 +20,7 @@ from runtime.processes import placement
 from runtime.processes.actors import actor, has_gpus
 from runtime.processes.trainer_rank import meet
 from runtime.reporting import failure
-from runtime.reporting.console import close_bars, phase
+from runtime.reporting.console import close_bars, outlive_readers, phase
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Cluster:
         from runtime.processes.ray_start import connect
 
         self.lock = claim(self.cfg)
+        outlive_readers(Path(self.cfg.writes_to, "logs"))
         signal.signal(signal.SIGINT, interrupt)
         quarantine(self.cfg)
         phase("starting Ray")

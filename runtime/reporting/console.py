@@ -1,8 +1,12 @@
 """Shows a run on the terminal: first what it is waiting for, then its steps."""
 
+import os
+import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from tqdm import tqdm
 
@@ -21,6 +25,54 @@ SHOWN = {
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "MFU {:.1%}",
 }
+
+
+class Outlet:
+    """Standard output or error, for as long as somebody reads it; then /dev/null.
+
+    The reader may be `head`, a `tee` that was killed, or a terminal whose connection was lost. The
+    run does not end with it.
+    """
+
+    def __init__(self, stream: TextIO, name: str, log: Path):
+        self.stream = stream
+        self.name = name
+        self.log = log
+
+    def write(self, text: str) -> int:
+        """Writes a text."""
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self.close_for_good(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Hands on what was written."""
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self.close_for_good(error)
+
+    def close_for_good(self, error: OSError) -> None:
+        """Sends all that follows to /dev/null, and adds a line to the log."""
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), self.stream.fileno())
+        with suppress(OSError):  # a full disk
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.log, "a") as file:
+                file.write(f"{self.name}: {error}: what the run prints from now on is lost\n")
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns any other attribute of the stream."""
+        return getattr(self.stream, name)
+
+
+def outlive_readers(folder: Path) -> None:
+    """Keeps this program from ending if nobody reads its output any more; logs that in a folder."""
+    log = folder / f"driver-{os.uname().nodename}-{os.getpid()}.log"
+    sys.stdout = cast(TextIO, Outlet(sys.stdout, "stdout", log))
+    sys.stderr = cast(TextIO, Outlet(sys.stderr, "stderr", log))
 
 
 def phase(what: str) -> None:

@@ -27,6 +27,7 @@ from rollout import rows
 from runtime.processes import actors, ray_start
 from runtime.processes.cluster import ROOT, Cluster, claim
 from runtime.processes.trainer_rank import Rank
+from runtime.reporting import console
 from support.configs import changed
 from support.program import ran
 from support.tables import table
@@ -88,6 +89,24 @@ def test_a_start_that_is_refused_changes_nothing_in_the_folder(
         assert quarantine.read_text() == "of the living run\n"
     with Cluster(cfg, Trainer, RolloutWorker):
         assert json.loads(quarantine.read_text())["line"] == 2
+
+
+def test_a_run_outlives_whoever_reads_what_it_prints(tmp_path, monkeypatch, handlers):
+    """`| head`, or a tee that is killed. What follows goes nowhere, and a log says so, once."""
+    monkeypatch.setattr(ray_start, "connect", lambda cfg: None)
+    reader, writer = os.pipe()
+    pipe = open(writer, "w", buffering=1)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", pipe)
+    with Cluster(ask(tmp_path), Trainer, RolloutWorker):
+        os.close(reader)
+        for line in ("a phase", "a step"):
+            print(line, flush=True)
+            console.phase(line)
+    assert os.readlink(f"/proc/self/fd/{writer}") == os.devnull
+    pipe.close()
+    (log,) = tmp_path.glob("logs/driver-*.log")
+    told = "stdout: [Errno 32] Broken pipe: what the run prints from now on is lost\n"
+    assert log.read_text() == told
 
 
 def write_metrics(run_dir: Path) -> None:
