@@ -26,6 +26,7 @@ import numpy as np
 
 from core.errors import InputError, in_one_line, reader_may_leave, shown
 from core.jsonl import METRICS, parse, place, read
+from core.outputs import output_file
 from rollout.answer_markup import FLAWS
 from runtime.checkpoints.archive import listed
 from runtime.reporting.health import Finding, Series, health
@@ -105,7 +106,8 @@ def finish(cfg: TrainingSettings) -> None:
     try:
         draw(cfg.writes_to)
         page = f"report: {shown(write(cfg.writes_to))}"
-    except Exception as error:  # the run succeeded, and this program can be called again
+    # The run succeeded, and this program can be called again.
+    except (Exception, InputError) as error:
         page = f"no report: {in_one_line(error)}"
     print("\n".join([*summary(cfg), page]), flush=True)
 
@@ -214,12 +216,15 @@ class Run(NamedTuple):
 
 
 def page(path: Path, data: Page) -> Path:
-    """Writes a page: the template with the data, the limits and the time."""
+    """Writes a page: the template with the data, the limits and the time.
+
+    Raises InputError if its place is taken by anything but a file.
+    """
     whole = {**data, "written": time.strftime("%Y-%m-%d %H:%M"), "limits": LIMITS}
     template = (Path(__file__).parent / "runtime/reporting/report_page.html").read_text()
     # Rollouts are untrusted text: without "<" nothing in them can end the script element.
     text = json.dumps(whole, separators=(",", ":")).replace("<", "\\u003c")
-    path.write_text(template.replace("{{data}}", text, 1))
+    output_file(path).write_text(template.replace("{{data}}", text, 1))
     return path
 
 
@@ -469,7 +474,7 @@ def draw(run_dir: str) -> Path:
         )
     bottom.grid(alpha=0.3)
     picture = Path(run_dir) / "reward.png"
-    figure.savefig(picture, dpi=150)
+    figure.savefig(output_file(picture), dpi=150, format="png")
     pyplot.close(figure)
     return picture
 

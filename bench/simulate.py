@@ -35,6 +35,7 @@ from bench.simulation.hardware import Hardware, Measured, Modelled  # noqa: E402
 from bench.simulation.workload import Latency, Lengths, Workload  # noqa: E402
 from bench.simulation.world import Trace  # noqa: E402
 from core.errors import InputError  # noqa: E402
+from core.outputs import output_file  # noqa: E402
 from dry_run import pace  # noqa: E402
 from grpo_async import Config  # noqa: E402
 from policy import gpus, model_shape  # noqa: E402
@@ -133,7 +134,7 @@ def chosen(model: Model, cfg: Config) -> Gpu:
 
 
 def check(given: argparse.Namespace) -> None:
-    """Raises InputError for a number that no run can have, or if the page's folder is missing."""
+    """Raises InputError for a number that no run can have, or a page that cannot be written."""
     least = {"steps": 1, "turns": 1, "drafts": 1, "judged_at_once": 1}
     if not 0 < given.mfu <= 1:
         raise InputError(f"--mfu {given.mfu}: expected a share above 0, at most 1")
@@ -142,7 +143,7 @@ def check(given: argparse.Namespace) -> None:
         value = getattr(given, name)
         if not low <= value < math.inf:
             raise InputError(f"--{name} {value}: expected at least {low}")
-    if given.page and not Path(given.page).parent.is_dir():
+    if given.page and not output_file(given.page).parent.is_dir():
         raise InputError(f"--page {given.page}: {Path(given.page).parent} is not a folder")
 
 

@@ -14,6 +14,9 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from core.outputs import output_file  # noqa: E402
+
 # The wording of NeMo-Gym's math rows.
 PROMPT = (
     "Solve the following math problem. Make sure to put the answer (and only answer) inside "
@@ -68,9 +71,12 @@ def read(source: str | Path, target: Path) -> list[dict]:
 
 
 def write(rows: list[dict], target: Path) -> int:
-    """Writes rows as JSON lines; returns their number."""
+    """Writes rows as JSON lines; returns their number.
+
+    Raises InputError if the place of the target is taken by anything but a file.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output_file(target).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return len(rows)
 
 

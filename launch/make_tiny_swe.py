@@ -27,6 +27,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from core.outputs import output_folder  # noqa: E402
 from launch import tiny_image, tiny_model  # noqa: E402
 
 
@@ -71,7 +72,8 @@ def demonstrations(rng: random.Random) -> Iterator[list[str]]:
 
 
 def main(force: bool = False, seed: int = 0, root: Path = ROOT):
-    model_dir, data_dir = root / "models" / "tiny_swe", root / "data" / "tiny_swe"
+    model_dir = root / "models" / "tiny_swe"
+    data_dir = output_folder(root / "data" / "tiny_swe")
     # The model is written last.
     if (model_dir / "model.safetensors").exists() and not force:
         return print("tiny_swe: models/tiny_swe already exists (--force recreates it)")

@@ -18,6 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from core.outputs import output_file, output_folder
+
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<user>", "<assistant>"]
 TAGS = ["<answer>", "</answer>"]  # one token each, but text: they must survive detokenisation
 CHARACTERS = " abcdefghijklmnopqrstuvwxyz0123456789[],"
@@ -93,6 +95,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, **sizes) -> Qwen3ForCausalLM:
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes a model's folder; the weights are written last."""
+    folder = output_folder(folder)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 
@@ -100,7 +103,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 def write_rows(path: Path, rows: Iterable[dict]) -> None:
     """Writes a JSONL file, creating its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output_file(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def imitate(

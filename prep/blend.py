@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from core.errors import InputError
+from core.outputs import output_file
 from prep import files, mix, placeholders, tables
 
 HUB = "nvidia/Nemotron-RL-Super-Training-Blends"  # nvidia/Nemotron-3-Super-RL-... answers 404
@@ -113,6 +114,7 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
     folder = Path(options.out, name)
     if options.sample:
         folder = folder / f"sample-{options.sample}"
+    place = output_file(folder / "manifest.json")
     holdout = options.val_holdout
     if holdout is None:
         holdout = HELD_OUT[options.layout]
@@ -149,10 +151,10 @@ def prepare(options: Blend, name: str, weighted: list[tuple[Path, float]]) -> No
             for (split, path), output in zip(names.items(), outputs, strict=True)
             if output.rows
         }
-        (folder / "manifest.json").unlink(missing_ok=True)  # the manifest of the old files
-    aside = folder / "manifest.partial"
+        place.unlink(missing_ok=True)  # the manifest of the old files
+    aside = place.with_suffix(".partial")
     aside.write_text(json.dumps(manifest, indent=1) + "\n")
-    aside.replace(folder / "manifest.json")
+    aside.replace(place)
     parts = ", ".join(f"{split} {part['rows']:,}" for split, part in manifest["splits"].items())
     print(f"{folder}: {parts} rows; {len(wanted):,} placeholders filled; {run_hash}")
     for agent, count in manifest["left_out"].items():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from core import errors
 from core.errors import InputError
+from core.outputs import output_file
 from envs import registry
 from rollout.rows import LONGEST_LINE, decoded, raw_lines
 
@@ -73,13 +74,17 @@ def sha256(path: Path) -> str:
 
 
 class Output:
-    """A file under construction, NAME.partial, and the manifest's counts of its rows."""
+    """A file under construction, NAME.partial, and the manifest's counts of its rows.
+
+    Raises InputError if its place is taken by anything but a file.
+    """
 
     def __init__(self, path: Path):
-        self.path = path
-        self.aside = path.with_name(f"{path.name}.partial")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.aside, "wb")  # noqa: SIM115
+        self.path = output_file(path)
+        self.aside = self.path.with_name(f"{self.path.name}.partial")
+        self.aside.parent.mkdir(parents=True, exist_ok=True)
+        self.aside.unlink(missing_ok=True)
+        self.file = open(self.aside, "xb")  # noqa: SIM115
         self.hash = hashlib.sha256()
         self.rows = 0
         self.environments: Counter[str] = Counter()

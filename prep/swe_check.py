@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 from core.errors import InputError
+from core.outputs import output_file
 from envs import registry, services
 from envs.needs import needs_of
 from envs.services import CheckerError
@@ -33,7 +34,7 @@ class Checked:
                 continue
             if why := need.problem():
                 raise InputError(f"--check: {why}")
-        self.journal = journal
+        self.journal = output_file(journal)
         self.verdicts: dict[str, str] = {}  # by key: why a row is left out, "" if it is kept
         self.left = Counter[str]()  # by reason
         self.unjudged = Counter[str]()

@@ -9,6 +9,7 @@ from typing import Annotated
 import tyro
 
 from core.errors import InputError
+from core.outputs import output_file
 from prep import files, swe_check, swe_formats, tables
 from prep.swe_formats import Refused
 from prep.swe_scripts import Scripts
@@ -61,6 +62,7 @@ class Swe:
         found: dict[str, Found] = {}
         judged = None
         if self.check:
+            output_file(self.out)  # it may be written hours later
             judged = swe_check.Checked(Path(f"{self.out}.check.jsonl"), self.images)
             judged.judge(self.rows({}), self.at_once)
         with files.rewriting(self.source, self.out) as output:

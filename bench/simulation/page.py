@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.simulation.findings import Findings, seconds, slowest, table
 from bench.simulation.world import Step, Trace
+from core.outputs import output_file
 
 SHOWN = 24  # engines in the picture, spread evenly over all
 BINS = 400  # parts into which the shown time is divided
@@ -23,7 +24,7 @@ def write(trace: Trace, found: Findings, path: str) -> None:
     text = text.replace("__TITLE__", html.escape(title)).replace("__VERDICT__", verdict)
     text = text.replace("__TABLE__", html.escape("\n".join(table(trace, found))))
     content = json.dumps(drawing(trace, found)).replace("<", "\\u003c")
-    Path(path).write_text(text.replace("__DATA__", content), encoding="utf-8")
+    output_file(path).write_text(text.replace("__DATA__", content), encoding="utf-8")
 
 
 def drawing(trace: Trace, found: Findings) -> dict:

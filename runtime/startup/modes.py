@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from core import jsonl
 from core.errors import InputError
+from core.outputs import output_folder
 from core.waits import within
 from rollout.episode import Group
 from runtime.checkpoints import archive, resume
@@ -316,7 +317,7 @@ def is_near(run: RolloutRun[R], step: int) -> bool:
 def of_export(cfg: C) -> C:
     """Returns the configuration that loads the checkpoint to export.
 
-    Raises InputError if it does not exist.
+    Raises InputError if it does not exist, or if its hf is not a folder.
     """
     step = cfg.command.export
     folder = Path(cfg.run_dir) / f"step_{step:06d}"
@@ -327,6 +328,7 @@ def of_export(cfg: C) -> C:
             f"export = {step}: run_dir = {cfg.run_dir!r} has checkpoints of "
             f"{steps or 'no steps'}, expected one of them{model}"
         )
+    output_folder(folder / "hf")
     return with_command(cfg, resume=str(folder), export=0)
 
 
@@ -338,13 +340,14 @@ async def start_export(run: TrainingRun) -> None:
 
 async def export(run: TrainingRun) -> None:
     """Writes the policy as a model that transformers and vLLM load."""
-    folder = f"{run.cfg.run_dir}/step_{run.cfg.command.export:06d}/hf"
+    named = f"{run.cfg.run_dir}/step_{run.cfg.command.export:06d}/hf"
+    folder = str(output_folder(named))
     trainers = run.cluster.trainers
     calls = asyncio.gather(*(trainer.export.remote(folder) for trainer in trainers))
     await within(run.cfg.timeouts.train, "the export of the policy", calls)
     sealed = trainers[0].call.remote(seal, folder)
     await within(run.cfg.timeouts.train, f"{folder} to be flushed", sealed)
-    print(f"exported: {folder}")
+    print(f"exported: {named}")
 
 
 def seal(export: str) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import report
-from core.errors import in_one_line
+from core.errors import InputError, in_one_line
 from core.jsonl import LineFile, WriteError
 from grpo_async import Config
 from rollout.episode import Sample
@@ -193,14 +193,18 @@ def test_a_failure_of_wandb_ends_wandb_alone(fails, tmp_path, monkeypatch, capsy
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_good_run_does_not_fail_for_its_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "draw", lambda folder: 1 / 0)
+@pytest.mark.parametrize("error", [ZeroDivisionError("no step"), InputError("a pipe is there")])
+def test_a_good_run_does_not_fail_for_its_report(error, tmp_path, monkeypatch, capsys):
+    def draw(folder: str) -> None:
+        raise error
+
+    monkeypatch.setattr(report, "draw", draw)
     cfg = Config(run_dir=str(tmp_path))
     log = Log()
     log.open(cfg, 0)
     log.close()
     report.finish(cfg)
-    assert "no report: division by zero" in capsys.readouterr().out
+    assert f"no report: {error}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dropped", [0, 2])
