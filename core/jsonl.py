@@ -5,10 +5,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import UnionType
 
+from tqdm import tqdm
+
 from core.errors import RunError
+from core.logs import is_at
 
 LARGEST = 1e100  # sums of larger numbers could overflow
 METRICS = {"step": int}
@@ -68,19 +72,26 @@ class WriteError(RunError):
     """Raised if a write to the run folder fails."""
 
 
+def opened(path: Path) -> FileIO:
+    """Opens a JSONL file to append to; cuts off a partial line that a killed writer left behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "ab+", buffering=0)  # noqa: SIM115
+    size = file.seek(0, os.SEEK_END)
+    start = file.seek(max(0, size - (1 << 26)))  # no line is longer
+    file.truncate(start + file.read().rfind(b"\n") + 1)
+    return file
+
+
 class LineFile:
     """A JSONL file for appending, which contains only whole lines."""
 
     def __init__(self, path: Path):
-        """Opens the file, and cuts off a partial line that a killed writer left behind."""
         self.path = path
-        self.file = open(path, "ab+", buffering=0)  # noqa: SIM115
-        size = self.file.seek(0, os.SEEK_END)
-        start = self.file.seek(max(0, size - (1 << 26)))  # no line is longer
-        self.file.truncate(start + self.file.read().rfind(b"\n") + 1)
+        self.file = opened(path)
 
     def append(self, content: bytes) -> None:
         """Writes all lines or none. Raises WriteError with the file, the reason and the bytes."""
+        self.follow_path()
         before = self.file.seek(0, os.SEEK_END)
         done = 0
         try:
@@ -91,6 +102,20 @@ class LineFile:
             raise WriteError(
                 f"{self.path}: {done} of {len(content)} bytes could be written: {error}"
             ) from error
+
+    def follow_path(self) -> None:
+        """Opens the path again, and prints a line, if the file was deleted or replaced.
+
+        Raises WriteError if the path cannot be opened.
+        """
+        if is_at(self.path, self.file.fileno()):
+            return
+        tqdm.write(f"{self.path} was deleted or replaced: its lines so far may be lost")
+        self.file.close()
+        try:
+            self.file = opened(self.path)
+        except OSError as error:
+            raise WriteError(f"{self.path}: cannot be created again: {error}") from error
 
     def close(self) -> None:
         """Closes the file; nothing is buffered."""

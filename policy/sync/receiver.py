@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core import logs
 from policy import OWNER
 from policy.sync.verification import Proof
 from policy.sync.weight_sync import CUT, CutOff, Wire, buckets, checksum, digest, tensor_in
@@ -142,6 +143,7 @@ class WeightReceiver:
         lost. The model then has layers from two policies, and the next update repeats this one.
         Raising an error instead would leave the replies of the engine's other workers unread.
         """
+        logs.renew()  # the engine's actor renews only its own
         cut = self.cut = threading.Event()
         # Kernels wait for a lost member until their group is aborted.
         abort = self.sync_group.abort if self.sync_wire.device == "cuda" else None

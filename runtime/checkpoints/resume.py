@@ -175,8 +175,24 @@ def rewind(run_dir: str, state: dict) -> int:
     for name in ("metrics", "mismatch"):
         for path in Path(run_dir).glob(f"{name}.jsonl"):
             keep(path, is_past)
+    if problem := lost_metrics(run_dir, state):
+        print(problem)
     rewind_rollouts(run_dir, state, evaluated)
     return evaluated
+
+
+def lost_metrics(run_dir: str, state: dict) -> str:
+    """Describes the steps before a checkpoint that the run folder has no metrics of; "" if none.
+
+    A checkpoint in another folder has its metrics there.
+    """
+    if Path(state.get("folder", "")).parent != Path(run_dir):
+        return ""
+    path = Path(run_dir) / "metrics.jsonl"
+    last = max((line["step"] for line in jsonl.read(path, jsonl.METRICS)), default=0)
+    if last >= state["version"]:
+        return ""
+    return f"{path} ends at step {last}, before the checkpoint of step {state['version']}"
 
 
 def rewind_rollouts(run_dir: str, state: dict, evaluated: int) -> None:

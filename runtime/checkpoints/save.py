@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from core.waits import Ref, within
 from policy.packing import Place
@@ -53,6 +54,7 @@ class Checkpoints:
         self.cluster = cluster
         self.rows = rows
         self.saving: asyncio.Task | None = None  # the checkpoint that is being written
+        self.has_samples = False  # once this process has written samples of a step
 
     def exist(self) -> bool:
         """Returns whether the run folder holds a checkpoint."""
@@ -135,8 +137,15 @@ class Checkpoints:
     async def write_samples(
         self, step: int, groups: list[Group], scores: Sequence[ScoredShare] = ()
     ) -> None:
-        """Writes a step's groups below samples/, for report and --replay."""
-        await self.write_groups(f"{self.cfg.run_dir}/samples/step_{step:06d}.npz", groups, scores)
+        """Writes a step's groups below samples/, for report and --replay.
+
+        Prints a line if somebody has deleted that folder since the last time.
+        """
+        folder = Path(self.cfg.run_dir, "samples")
+        if self.has_samples and not folder.exists():
+            tqdm.write(f"{folder} was deleted: the samples of earlier steps are lost")
+        self.has_samples = True
+        await self.write_groups(f"{folder}/step_{step:06d}.npz", groups, scores)
 
     async def read_groups(self, path: str, count: int) -> list[Group]:
         """Reads what `write_groups` wrote: `count` groups, their samples by reference."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack
 
 import torch
 
+from core import logs
 from core.errors import brief
 from policy import OWNER
 from settings.config import TrainingSettings
@@ -53,13 +54,9 @@ def find_programs() -> None:
     os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
 
 
-def redirect(folder: Path, name: str) -> None:
+def begin_log(folder: Path, name: str) -> None:
     """Sends the output of this process and of its children to a log file of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    host = os.uname().nodename
-    with open(folder / f"{name}-{host}-{os.getpid()}.log", "a", buffering=1) as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+    logs.begin(folder / f"{name}-{os.uname().nodename}-{os.getpid()}.log")
     faulthandler.enable()
 
 
@@ -113,7 +110,7 @@ def actor(cls: type, gpus: float, cfg: TrainingSettings, **options: Any) -> "Act
         """The plain class, with what every actor of a run can do."""
 
         def __init__(self, *args: Any):
-            redirect(folder, cls.__name__)
+            begin_log(folder, cls.__name__)
             # Programs that this process starts must not inherit what `connect` has blocked. An
             # actor has a process group of its own, which no terminal sends a signal.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})

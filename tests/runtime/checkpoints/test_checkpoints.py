@@ -264,6 +264,37 @@ def test_rewinding_takes_back_what_came_after(tmp_path):
     assert read("rollouts") == read("dropped") == read("metrics") == ""
 
 
+@pytest.mark.parametrize(("lines", "told"), [
+    ([1, 2], ""), ([1, 2, 3], ""), ([1], "metrics.jsonl ends at step 1, before the checkpoint of"),
+    ([], "metrics.jsonl ends at step 0, before"), (None, "metrics.jsonl ends at step 0, before"),
+])  # fmt: skip
+def test_a_run_says_that_metrics_before_its_checkpoint_are_lost(tmp_path, capsys, lines, told):
+    """Not one that continues from another folder, where they are."""
+    if lines is not None:
+        (tmp_path / "metrics.jsonl").write_text(text(*({"step": step} for step in lines)))
+    resume.rewind(str(tmp_path), STATE | {"folder": str(tmp_path / "step_000002")})
+    said = capsys.readouterr().out
+    assert told in said and bool(said) == bool(told)
+    resume.rewind(str(tmp_path), STATE | {"folder": "other/step_000002"})
+    assert not capsys.readouterr().out
+
+
+async def test_a_folder_of_samples_that_is_deleted_is_noticed(tmp_path, capsys):
+    saver = save.Checkpoints(ask(tmp_path), None, ROWS)
+
+    async def write(path: str, *_) -> None:
+        Path(path).parent.mkdir(exist_ok=True)
+
+    saver.write_groups = write
+    await saver.write_samples(1, [])
+    await saver.write_samples(2, [])
+    (tmp_path / "samples").rmdir()
+    await saver.write_samples(3, [])
+    await saver.write_samples(4, [])
+    told = f"{tmp_path}/samples was deleted: the samples of earlier steps are lost\n"
+    assert capsys.readouterr().out == told
+
+
 STATE = {"version": 2, "ready": [], "config": {"prompts_per_step": 1, "max_lag": 1}}
 STATE |= {"progress": {"next_slot": 2, "next_prompt": 2, "in_flight": {}}}
 

@@ -37,6 +37,39 @@ def test_half_a_line_of_a_killed_writer_is_cut_off(before, after, tmp_path):
     assert path.read_text() == after + "c\n"
 
 
+def deleted(path: Path) -> str:
+    path.unlink()
+    return ""
+
+
+def deleted_with_its_folder(path: Path) -> str:
+    shutil.rmtree(path.parent)
+    return ""
+
+
+def edited(path: Path) -> str:
+    """As an editor saves it."""
+    path.with_suffix(".new").write_text("a\n")
+    path.with_suffix(".new").replace(path)
+    return "a\n"
+
+
+@pytest.mark.parametrize("change", [deleted, deleted_with_its_folder, edited])
+def test_a_file_that_loses_its_path_is_followed_with_one_note(change, tmp_path, capsys):
+    """Lines would go to a file that nobody can open."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    with contextlib.closing(LineFile(path)) as file:
+        file.append(b"a\n")
+        file.append(b"b\n")
+        left = change(path)
+        file.append(b"c\n")
+        file.append(b"d\n")
+    assert path.read_text() == left + "c\nd\n"
+    told = f"{path} was deleted or replaced: its lines so far may be lost\n"
+    assert capsys.readouterr().out == told
+
+
 @contextlib.contextmanager
 def room_for(size: int):
     """No file of this process may grow beyond so many bytes."""
