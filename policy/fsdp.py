@@ -16,7 +16,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace as Packed
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -267,15 +266,9 @@ class FSDPPolicy:
         }
 
     def save(self, dir: str) -> Callable[[], None]:
-        """Copies this rank's shards to memory and starts writing; returns a function that waits."""
-        writing = checkpoint_io.async_save(
-            self._state(),
-            checkpoint_id=dir,
-            async_stager=self.stager,
-            process_group=self.save_group,
-        )
-        assert isinstance(writing, Future)  # the stager has already copied
-        return writing.result
+        """Copies this rank's shards to memory; returns a function that writes them."""
+        copied = self.stager.stage(self._state())
+        return partial(checkpoint_io.save, copied, checkpoint_id=dir, process_group=self.save_group)
 
     def load(self, dir: str) -> None:
         """Continues from what `save` wrote, bitwise; each rank reads only what it needs."""

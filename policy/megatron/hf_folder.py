@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from core.write_errors import write_error
 from policy.megatron.export import gather, named
 from policy.megatron.hf_weights import ASIDE, Weights
 
@@ -43,6 +44,7 @@ def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGr
     """Writes a share, and on rank 0 the index, config and tokenizer; collective over all ranks.
 
     `dir` appears only when it is complete. Files without tensors come from the folder `source`.
+    Raises an error on every rank if one of them cannot write its share.
     """
     aside = Path(f"{dir}.partial")
     rank = dist.get_rank()
@@ -54,9 +56,17 @@ def write(dir: str, source: str, share: dict[str, Tensor], group: dist.ProcessGr
     dist.all_gather_object(every, sizes, group)  # once it returns, the folder exists
     writers = [i for i, sizes in enumerate(every) if sizes]
     files = [f"model-{n:05}-of-{len(writers):05}.safetensors" for n in range(1, len(writers) + 1)]
-    if share:
-        save_file(share, aside / files[writers.index(rank)], {"format": "pt"})
-    dist.barrier(group)
+    failure: Exception | None = None
+    try:
+        if share:
+            save_file(share, aside / files[writers.index(rank)], {"format": "pt"})
+    except Exception as error:  # the other ranks wait: they must fail as well
+        failure = write_error(error, str(aside)) or RuntimeError(f"rank {rank}: {error}")
+    failures: list[Exception | None] = [None for _ in every]
+    dist.all_gather_object(failures, failure, group)
+    for failure in failures:
+        if failure:
+            raise failure
     if rank > 0:
         return
     places: dict[str, str] = {}

@@ -35,7 +35,7 @@ def write_groups(
     `refs` begin with one array for each list of `places`: the trainer's logprobs [T] of the samples
     at these places (group, place in it), end to end, or an empty array. The groups follow. They are
     separate arguments because Ray fetches no reference inside a list. Raises TypeError for a
-    field of a sample that such a file cannot hold.
+    field of a sample that such a file cannot hold, and OSError with the name of the file.
     """
     groups: tuple[list[Sample], ...] = refs[len(places) :]
     logps: dict[tuple[int, int], np.ndarray] = {}
@@ -63,7 +63,10 @@ def write_groups(
         columns |= _columns(field.name, values, lengths)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     aside = f"{path}.partial.npz"
-    np.savez(aside, **columns)
+    try:
+        np.savez(aside, **columns)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, aside) from None
     os.replace(aside, path)
 
 

@@ -53,10 +53,12 @@ def checksums(folder: str, names: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def flush(path: Path) -> None:
-    """Calls fsync on a file or a folder."""
+    """Calls fsync on a file or a folder. Raises OSError, naming it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(handle)
 

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from core.jsonl import WriteError
 from core.waits import Ref, within
+from core.write_errors import FULL, system_error
 from policy.packing import Place
 from rollout.episode import Group
 from runtime.checkpoints import archive, folders, lineage, resume
@@ -35,11 +37,23 @@ if TYPE_CHECKING:
     from runtime.processes.cluster import Cluster
 
 
+RETRY_SECONDS = 60.0  # from an attempt to write a checkpoint to the next, which is the last
+
+
 class ScoredShare(NamedTuple):
     """A rank's logprobs for the samples that it trained, and the samples' places in the batch."""
 
     places: list[Place]  # (group in the batch, place in the group), in the order of the logprobs
     logps: Ref[np.ndarray]  # float32 [T] for all their tokens
+
+
+def not_saved(folder: str, reason: OSError) -> str:
+    """Says in one sentence which file kept a checkpoint from being saved, and why."""
+    told = f"{folder} was not saved: {reason.filename or folder}: {reason.strerror}"
+    if reason.errno in FULL:
+        free = shutil.disk_usage(Path(folder).parent).free >> 20
+        told += f"; {free} MiB are free there"
+    return told
 
 
 class Checkpoints:
@@ -85,16 +99,33 @@ class Checkpoints:
     async def write_or_explain(
         self, folder: str, state: dict, groups: "list[Group] | None"
     ) -> None:
-        """Writes a checkpoint, and adds folder and free space to an error.
+        """Writes a checkpoint; if a file cannot be written, tries once more, RETRY_SECONDS later.
 
-        Torch's error for a full disk names neither the file nor the reason.
+        Raises WriteError, with the file and the reason in one sentence, if that fails too.
         """
-        try:
-            await self.write(folder, state, groups)
-        except Exception as error:
-            free = shutil.disk_usage(self.cfg.run_dir).free >> 20
-            error.add_note(f"{folder} was not saved; {free} MiB are free there")
-            raise
+        problem = ""
+        for is_second in (False, True):
+            try:
+                if is_second:
+                    await self.remove(f"{folder}.partial")
+                await self.write(folder, state, groups)
+                return
+            except Exception as error:
+                reason = system_error(error)
+                if reason is None:
+                    error.add_note(f"{folder} was not saved")
+                    raise
+                problem = not_saved(folder, reason)
+            if not is_second:
+                tqdm.write(f"{problem}; it is tried again in {RETRY_SECONDS:.0f} s")
+                await asyncio.sleep(RETRY_SECONDS)
+        raise WriteError(problem)
+
+    async def remove(self, folder: str) -> None:
+        """Deletes what an attempt to write a checkpoint has left."""
+        call = self.cluster.trainers[0].call.options(concurrency_group="io").remote
+        removing = call(folders.remove, Path(folder))
+        await within(self.cfg.timeouts.train, f"{folder} to be deleted", removing)
 
     async def write(self, folder: str, state: dict, groups: "list[Group] | None") -> None:
         """Writes a checkpoint of the copied state."""

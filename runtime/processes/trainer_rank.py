@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.waits import within
+from core.write_errors import write_error
 from policy.factory import open_policy
 from policy.sync.weight_sync import Sender
 from runtime.checkpoints.folders import flaw
@@ -39,7 +40,8 @@ class Rank(Generic[C]):
     def __init__(self, cfg: C):
         self.cfg = cfg
         self.door = -1  # the descriptor at which it listens
-        self.writes: list[Callable] = []  # writers of the checkpoint that is being written
+        self.writes: list[Callable] = []  # writers of the checkpoint that `save` has copied
+        self.saves_to = ""  # its folder
 
     def open_store(self, world: int) -> tuple[str, int]:
         """Listens for `world` processes; returns host and port.
@@ -118,13 +120,24 @@ class Rank(Generic[C]):
         return metrics.reduce_stats(rows, self.policy.dp_group)
 
     def save(self, folder: str) -> None:
-        """Copies this rank's state to memory and starts writing it; collective."""
+        """Copies this rank's state to memory, for `saved` to write; collective."""
         self.writes = [self.policy.save(f"{folder}/policy"), self.policy.export_hf(f"{folder}/hf")]
+        self.saves_to = folder
 
     def saved(self) -> None:
-        """Waits for the checkpoint that `save` began; runs in another thread during training."""
-        for write in self.writes:
-            write()
+        """Writes the state that `save` has copied; runs in another thread during training.
+
+        May be called again if it fails. Raises OSError, naming a file, if the disk is the reason.
+        """
+        try:
+            for write in self.writes:
+                write()
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            found = write_error(error, self.saves_to)
+            if found is None:
+                raise
+            raise found from None
+        self.writes = []  # the copies take up memory
 
     def load(self, folder: str) -> None:
         """Continues from a checkpoint, bitwise; collective."""

@@ -4,6 +4,7 @@ import asyncio
 import builtins
 import contextlib
 import dataclasses
+import errno
 import io
 import itertools
 import json
@@ -15,9 +16,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from ray.exceptions import RayTaskError
+from torch.distributed.checkpoint.api import CheckpointException
 
+from core import write_errors
 from core.errors import InputError
+from core.jsonl import WriteError
 from grpo_async import Config, Run
 from runtime.checkpoints import folders, resume, save
 from runtime.checkpoints.archive import write_groups
@@ -379,16 +385,104 @@ def test_what_a_run_left_that_died_in_its_first_step_is_removed(tmp_path, resume
     assert (tmp_path / "rollouts.jsonl").read_text() == ""
 
 
-async def test_a_checkpoint_that_cannot_be_written_is_named_with_the_room_that_is_left(tmp_path):
-    """Torch says of a full disk "unexpected pos 704 vs 598"."""
-    cluster = SimpleNamespace(trainers=[Actor(saved=RuntimeError("unexpected pos"))])
-    saver = save.Checkpoints(ask(tmp_path), cluster, stream(ROWS))
-    state = {"version": 3, "progress": {"next_prompt": 1}}
-    with pytest.raises(ExceptionGroup) as error:
+class Disk:
+    """A trainer rank whose attempts to write a checkpoint end as it is told; it notes them."""
+
+    def __init__(self, run_dir: Path, *ends: Exception | None):
+        self.run_dir = run_dir
+        self.ends = list(ends)
+        self.trainer = Actor(saved=self.write, call=lambda function, *words: function(*words))
+        self.saver = save.Checkpoints(
+            ask(run_dir), SimpleNamespace(trainers=[self.trainer]), stream(ROWS)
+        )
+
+    def write(self) -> Exception | None:
+        folder = self.run_dir / "step_000003.partial"
+        assert not folder.exists(), "nothing of the attempt before is there"
+        (folder / "hf").mkdir(parents=True)
+        return self.ends.pop(0)
+
+    async def save(self) -> None:
+        state = {"version": 3, "progress": {"next_prompt": 1}}
         async with asyncio.TaskGroup() as tasks:
-            await saver.save(state, [], tasks)
-    (note,) = error.value.exceptions[0].__notes__
-    assert re.fullmatch(rf"{tmp_path}/step_000003 was not saved; \d+ MiB are free there", note)
+            await self.saver.save(state, None, tasks)
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    """The seconds for which a checkpoint waits until it is tried again; none of them pass."""
+    waited: list[float] = []
+    real = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(save.asyncio, "sleep", sleep)
+    return waited
+
+
+IO = OSError(errno.EIO, "Input/output error", "a/__0_0.distcp")
+
+
+async def test_a_checkpoint_is_tried_once_more_after_an_error_of_the_disk(tmp_path, waits, capsys):
+    await Disk(tmp_path, IO, None).save()
+    assert whole(tmp_path) == ["step_000003"] and waits == [60.0]
+    told = f"{tmp_path}/step_000003 was not saved: a/__0_0.distcp: Input/output error; it is tried"
+    assert capsys.readouterr().out == f"{told} again in 60 s\n"
+
+
+@pytest.mark.parametrize(("number", "more"), [
+    (errno.EIO, ""), (errno.ENOSPC, r"; \d+ MiB are free there"),
+    (errno.EDQUOT, r"; \d+ MiB are free there"),
+])  # fmt: skip
+async def test_a_disk_that_fails_twice_ends_the_run_in_one_sentence(number, more, tmp_path, waits):
+    error = OSError(number, os.strerror(number), "a/__0_0.distcp")
+    with pytest.raises(ExceptionGroup) as raised:
+        await Disk(tmp_path, error, error).save()
+    (error,) = raised.value.exceptions
+    assert isinstance(error, WriteError) and waits == [60.0]
+    told = f"{tmp_path}/step_000003 was not saved: a/__0_0.distcp: {os.strerror(number)}"
+    assert re.fullmatch(told + more, str(error))
+
+
+async def test_another_error_of_a_checkpoint_ends_the_run_at_once(tmp_path, waits):
+    with pytest.raises(ExceptionGroup) as raised:
+        await Disk(tmp_path, TimeoutError("waited 60 s")).save()
+    (error,) = raised.value.exceptions
+    assert error.__notes__ == [f"{tmp_path}/step_000003 was not saved"] and not waits
+
+
+def test_the_file_that_a_rank_cannot_write_is_named(small_disk, tmp_path):
+    """Torch says of a full disk "unexpected pos 704 vs 598", safetensors nothing of the file."""
+    rank = Rank(ask(small_disk))
+    rank.saves_to = f"{small_disk}/step_000003.partial"
+
+    def write() -> None:
+        file = Path(rank.saves_to, "policy", "__0_0.distcp")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(torch.zeros(1_000_000), file)
+
+    rank.writes = [write]
+    with pytest.raises(OSError, match="No space left on device: .*__0_0.distcp") as raised:
+        rank.saved()
+    assert raised.value.errno == errno.ENOSPC and len(rank.writes) == 1, "it can be tried again"
+    rank.saves_to = str(tmp_path)
+    rank.saved()
+    assert not rank.writes
+
+
+def test_the_systems_error_is_found_behind_those_of_libraries():
+    """Torch's of all ranks, Ray's of another process, safetensors' own."""
+    torchs = CheckpointException("of ranks", {1: (RuntimeError("?"), None), 2: (IO, None)})
+    rays = RayTaskError("saved", "a traceback", torchs)
+    for error in (IO, torchs, rays, RayTaskError("saved", "a traceback", IO).as_instanceof_cause()):
+        found = write_errors.system_error(error)
+        assert (found.errno, found.filename) == (errno.EIO, "a/__0_0.distcp")
+    for text in ('IoError(Os { code: 28, kind: StorageFull, message: "full" })', "x (os error 28)"):
+        assert write_errors.system_error(RuntimeError(text)).errno == errno.ENOSPC
+    others = (RuntimeError("exit code: 28"), TimeoutError("waited"), ConnectionResetError(104, "x"))
+    assert not any(map(write_errors.system_error, others))
 
 
 def test_going_back_gives_up_the_checkpoints_after(tmp_path):
