@@ -12,7 +12,7 @@ from os.path import isfile
 from pathlib import Path
 
 from core.errors import InputError
-from dry_run import boxes, megatron_sizes, pace, teacher_costs
+from dry_run import boxes, disk, megatron_sizes, pace, teacher_costs
 from envs import services
 from policy import gpu_memory, logprobs, model_shape
 from policy.gpus import GIB, Gpu, planned
@@ -62,6 +62,7 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
     if isinstance(cfg, RunSettings):
         lines += box_rows(cfg)
     lines += slurm_rows(model, cfg, gpu)
+    lines += disk.rows(model, cfg)
     lines += assumptions(cfg, gpu)
     if lacks_board(cfg):
         lines.append("note: W&B is not installed here: pip install wandb")

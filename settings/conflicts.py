@@ -245,6 +245,10 @@ def of_training(cfg: "TrainingSettings") -> None:
         )
     if command.eval_only and not cfg.data.val:
         raise ValueError("eval_only = True and data.val = '': there are no rows to evaluate")
+    if 0 < cfg.keep_exports < cfg.keep_last:
+        raise ValueError(
+            f"keep_exports = {cfg.keep_exports}: expected keep_last = {cfg.keep_last} or more, or 0"
+        )
     rows = cfg.row_limits
     longest = max(rows, key=lambda name: rows[name])
     is_masked = cfg.policy.kind == "fsdp" and cfg.policy.attention == "sdpa"

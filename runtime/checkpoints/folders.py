@@ -92,8 +92,9 @@ def mark(folder: str, files: dict[str, tuple[int, int]]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a checkpoint, its marker first, so that it never looks complete while it is not."""
-    (folder / MARKER).unlink(missing_ok=True)
+    """Deletes a checkpoint, its markers first, so that it never looks complete while it is not."""
+    for marker in (folder / MARKER, folder / EXPORT / MARKER):
+        marker.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -158,16 +159,27 @@ def flaw(model: str, part: int = 0, parts: int = 1, largest: float = math.inf) -
     return f"{found}; delete {MARKER} to use a model that you changed"
 
 
-def prune(run_dir: str, keep: int) -> list[str]:
+def exported_before(run_dir: str, step: int) -> list[Path]:
+    """Returns the folders of steps below this one that hold an exported model, the newest first."""
+    folders = [path.parents[1] for path in Path(run_dir).glob(f"step_*/{EXPORT}{MARKER}")]
+    return sorted((f for f in folders if 0 <= step_of(f) < step), key=step_of, reverse=True)
+
+
+def prune(run_dir: str, keep: int, exports: int = 0) -> list[str]:
     """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays.
 
-    Also removes the remains of abandoned or half-deleted checkpoints. A checkpoint whose export is
-    damaged is kept, as the only copy of its policy. Returns a description of each such damage.
+    If `exports` is not 0, only so many of the newest keep it. Also removes the remains of abandoned
+    or half-deleted checkpoints. A checkpoint whose export is damaged is kept, as the only copy of
+    its policy. Returns a description of each such damage.
     """
     kept = newest_first(run_dir)[:keep]
+    surplus = exported_before(run_dir, step_of(kept[0]) + 1)[exports:] if exports else []
     problems = []
     for folder in Path(run_dir).glob("step_*"):
         if step_of(folder) < 0 or folder in kept:
+            continue
+        if folder in surplus:
+            remove(folder)
             continue
         export = folder / EXPORT
         marked = (folder / MARKER).exists() and (export / MARKER).exists()

@@ -150,7 +150,8 @@ class Checkpoints:
         flushed = await within(limit, f"{aside} to be flushed", asyncio.gather(*flushes))
         files = dict(itertools.chain(*(part.items() for part in flushed)))
         await within(limit, f"{folder} to be committed", calls[0](commit, aside, folder, files))
-        deleted = calls[0](folders.prune, self.cfg.run_dir, self.cfg.keep_last)
+        kept = self.cfg.keep_last, self.cfg.keep_exports
+        deleted = calls[0](folders.prune, self.cfg.run_dir, *kept)
         for problem in await within(limit, "old checkpoints to be deleted", deleted):
             print(f"kept the checkpoint around a damaged export: {problem}")
 

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import dry_run
 import mopd
 from core.errors import InputError
-from dry_run import megatron_sizes, pace
+from dry_run import disk, megatron_sizes, pace
 from grpo_async import Config
 from launch import tiny_model
 from policy import fsdp, gpu_memory, logprobs
@@ -623,6 +623,30 @@ def test_the_signal_comes_a_step_two_checkpoints_and_a_minute_before_the_end():
     assert pace.signal_seconds(model, cfg, 1e6) == 65535
 
 
+def test_a_step_of_the_tiny_job_writes_what_was_measured():
+    """112 lines of 340 bytes, and 6 KB of metrics; every 40th step the tokens of the samples."""
+    step = disk.step_bytes(read("tiny", "models/tiny"))
+    assert step["rollouts"] == pytest.approx(112 * 340, rel=0.05)
+    assert step["metrics"] == pytest.approx(2_500 + 3_700 + 1_000 + 1_600, rel=0.05)
+    assert step["samples"] == 112 * 16 * 18 / 40
+
+
+@pytest.mark.parametrize(("fields", "exports", "checkpoints"), [
+    ({}, 10, 3), ({"keep_exports": 4}, 4, 3), ({"keep_last": 5}, 10, 6), ({"steps": 15}, 2, 2),
+    ({"save_period": 0}, 1, 1), ({"steps": 95}, 10, 3),
+])  # fmt: skip
+def test_the_disk_holds_all_exports_and_the_checkpoints_that_are_kept(fields, exports, checkpoints):
+    """And one more, which is written before the oldest is deleted."""
+    model = dataclasses.replace(SUPER, params=8 * 10**9)
+    cfg = changed(Config(), ranks=8, **{"steps": 100, "save_period": 10} | fields)
+    step, rest = disk.rows(model, cfg)
+    lines = cfg.steps * sum(disk.step_bytes(cfg).values())
+    assert step.startswith(f"disk, for {cfg.steps} steps: {disk.amount(lines / cfg.steps)} a step")
+    each = f"exports {exports} x 16.0 GB, checkpoints to resume {checkpoints} x 96.0 GB"
+    together = disk.amount(lines + exports * 16e9 + checkpoints * 96e9)
+    assert rest == f"  {disk.amount(lines)} in all; {each}; together {together}"
+
+
 # --- the GPU --------------------------------------------------------------------------------------
 
 
@@ -739,7 +763,7 @@ def test_the_table_of_a_megatron_layout(folder):
     layout = {"kind": "megatron", "ranks": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 4}
     cfg = changed(Config(model=path), count=16, **layout)
     text = dry_run.explain(cfg, Config)
-    assert len(text.splitlines()) <= 52 and max(map(len, text.splitlines())) <= 100
+    assert len(text.splitlines()) <= 54 and max(map(len, text.splitlines())) <= 100
     shape = megatron_sizes.read_shape(cfg.model, cfg.policy)
     states = megatron_sizes.state_bytes(shape, cfg, 0)
     assert "GiB: stage 1 of 2, 2 replicas" in text  # the first keeps two rows

@@ -127,6 +127,25 @@ def test_pruning_keeps_the_newest_and_all_exports(tmp_path):
     assert (tmp_path / "step_000001" / "hf" / "model.safetensors").read_bytes() == b"weights"
 
 
+def test_only_so_many_exports_are_kept_as_are_asked_for(tmp_path):
+    """The newest up to this step: later ones are of a run that was gone back from."""
+    for step in range(1, 7):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "step_000006" / "complete.json").unlink()
+    folders.prune(str(tmp_path), 1, exports=3)
+    left = {path.name: sorted(p.name for p in path.iterdir()) for path in tmp_path.iterdir()}
+    assert left.pop("step_000005") == ["complete.json", "hf", "policy", "state.json"]
+    assert left == {f"step_00000{step}": ["hf"] for step in (3, 4, 6)}
+    assert not folders.damage(str(tmp_path / "step_000003/hf"))
+
+
+async def test_a_run_keeps_the_exports_of_its_setting(tmp_path):
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step)
+    await Disk(tmp_path, None, keep_last=1, keep_exports=2).save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+
+
 def ask(run_dir: Path, **fields) -> Config:
     return changed(Config(run_dir=str(run_dir)), **fields)
 
@@ -388,12 +407,12 @@ def test_what_a_run_left_that_died_in_its_first_step_is_removed(tmp_path, resume
 class Disk:
     """A trainer rank whose attempts to write a checkpoint end as it is told; it notes them."""
 
-    def __init__(self, run_dir: Path, *ends: Exception | None):
+    def __init__(self, run_dir: Path, *ends: Exception | None, **fields):
         self.run_dir = run_dir
         self.ends = list(ends)
         self.trainer = Actor(saved=self.write, call=lambda function, *words: function(*words))
         self.saver = save.Checkpoints(
-            ask(run_dir), SimpleNamespace(trainers=[self.trainer]), stream(ROWS)
+            ask(run_dir, **fields), SimpleNamespace(trainers=[self.trainer]), stream(ROWS)
         )
 
     def write(self) -> Exception | None:
