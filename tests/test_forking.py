@@ -160,30 +160,91 @@ def test_ipo_wants_a_gap_and_not_more(ipo):
 # --- a variant of distillation --------------------------------------------------------------------
 
 
-def test_the_likeliest_tokens_and_the_rest_have_the_gradient_of_their_reverse_kl(topk_kl):
-    """Two tokens of a vocabulary of five, of which three are picked: a sum over four classes."""
-    cfg = changed(topk_kl.Config(), loss={"top_k": 3}, prompts_per_step=1)
+class Bigrams:
+    """A network whose logits depend on the token before alone, with the fork's way to pick tokens.
+
+    Each token before has a hidden state of its own, so the head is the table of logits.
+    """
+
+    reports = True
+    temperature = 1.0
+
+    def __init__(self, logits_VV: torch.Tensor, over):
+        self.logits_VV = logits_VV
+        self.over = over  # of PackedModel
+
+    def before(self, row) -> torch.Tensor:
+        """The token before each trained one [N]."""
+        return row.tokens_T[row.mask_T.nonzero().squeeze(1) - 1]
+
+    def picked_of(self, row, picks) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and ids [N, K] of picks, or of so many of the likeliest tokens."""
+        h_NH = torch.eye(len(self.logits_VV))[self.before(row)]
+        at_N = row.mask_T.nonzero().squeeze(1)
+        return self.over(self, h_NH, self.logits_VV.T, at_N, picks)
+
+    def logp(self, row) -> torch.Tensor:
+        """Logprobs [T] of the row's trained tokens, 0 elsewhere."""
+        logp_NV = self.logits_VV[self.before(row)].log_softmax(1)
+        logp_N = logp_NV.gather(1, row.tokens_T[row.mask_T][:, None]).squeeze(1)
+        return torch.zeros(len(row.tokens_T)).masked_scatter(row.mask_T, logp_N)
+
+    @torch.no_grad()
+    def logprobs(self, rows) -> list[torch.Tensor]:
+        """As FSDPPolicy in the fork."""
+        self.picked = [self.picked_of(row, row.top_k) for row in rows]
+        return [self.logp(row) for row in rows]
+
+
+@pytest.mark.parametrize("K", [3, 64])
+def test_the_likeliest_tokens_and_the_rest_have_the_gradient_of_their_reverse_kl(
+    topk_kl, fork, monkeypatch, K
+):
+    """From the teacher's picks to gradients, over 3 tokens of 5 and the rest, or over all 5.
+
+    Weights are not 1. The second of three sequences is dropped, a token of the third is not
+    trained, rewards count as well, and more tokens are planned than there are.
+    """
+    over = load(fork, "policy/fsdp", monkeypatch).PackedModel.over
+    cfg = changed(topk_kl.Config(), prompts_per_step=1, group_size=2)
+    cfg = changed(cfg, loss={"top_k": K, "distill": 0.75, "reward": 0.5})
     draw = torch.Generator().manual_seed(0)
-    logits_NV = torch.randn(2, 5, generator=draw, dtype=torch.float64).requires_grad_()
-    teacher_NV = torch.randn(2, 5, generator=draw, dtype=torch.float64).log_softmax(1)
-    teacher_NK, picks_NK = teacher_NV.topk(3)
-    row = {"picks_T": np.zeros((3, 3), np.int32), "picks_logp_T": np.zeros((3, 3), np.float32)}
-    row["picks_T"][1:], row["picks_logp_T"][1:] = picks_NK, teacher_NK
-    one = sample([1, 2], [-1.0, -1.0])
-    vars(one).update(row, teacher_logp_T=np.zeros(3, np.float32))
-    batch = topk_kl.pack([one], topk_kl.Update(2, 1, []), cfg)
-    logp_NV = logits_NV.log_softmax(1)
-    batch.picked_logp_NK = logp_NV.gather(1, picks_NK)
-    logp_T = torch.cat([torch.zeros(1), logp_NV[[0, 1], [1, 2]]])
-    batch.engine_logp_T = logp_T.detach().float()  # so that every weight is 1
-    (loss, _) = topk_kl.distillation_loss(logp_T, batch, cfg)
-    (found,) = torch.autograd.grad(loss, logits_NV, retain_graph=True)
-    p_NK, q_NK = logp_NV.exp().gather(1, picks_NK), teacher_NK.exp()
-    p_NK, q_NK = (torch.cat([x, 1 - x.sum(1, keepdim=True)], 1) for x in (p_NK, q_NK))
-    expected = (p_NK * (p_NK / q_NK).log()).sum() / 2
+    student = Bigrams(torch.randn(5, 5, generator=draw).requires_grad_(), over)
+    teacher = Bigrams(torch.randn(5, 5, generator=draw), over)
+    samples = []
+    logp_VV = student.logits_VV.detach().log_softmax(1)
+    for ids, gap in (([1, 2, 4], 0.3), ([3, 3], 3.0), ([2, 1, 4, 4, 0], -0.4)):
+        engine = [float(logp_VV[a, b]) - gap for a, b in itertools.pairwise([0, *ids])]
+        samples.append(sample(ids, engine, advantage=0.5 - gap))
+    samples[2].mask_T[2] = False
+    scoring = topk_kl.Teacher(cfg)
+    scoring.networks = {"a": teacher}
+    _, _, scored = scoring.score("a", [[], [(0, 0), (0, 1), (0, 2)]], samples)
+
+    batch = topk_kl.pack(scored, topk_kl.Update(40, 1, []), cfg)
+    batch.picked_logp_NK, _ = student.picked_of(batch, batch.picks_TK)
+    loss, stats = topk_kl.distillation_loss(student.logp(batch), batch, cfg)
+    assert stats["kept_tokens"] == 7 and stats["num_masked_seqs"] == 1
+
+    p_VV = student.logits_VV.double().log_softmax(1)
+    q_VV = teacher.logits_VV.double().log_softmax(1)
+    expected = 0.0
+    for one in (samples[0], samples[2]):
+        for t in one.mask_T.nonzero()[0]:
+            before, token = one.tokens_T[t - 1], one.tokens_T[t]
+            p_V, q_V = p_VV[before], q_VV[before]
+            weight = (p_V[token].detach() - one.engine_logp_T[t]).exp()
+            picks = q_V.argsort(descending=True)[:K]
+            p_K, q_K = p_V[picks].exp(), q_V[picks].exp()
+            if K < 5:
+                p_K = torch.cat([p_K, 1 - p_K.sum(0, keepdim=True)])
+                q_K = torch.cat([q_K, 1 - q_K.sum(0, keepdim=True)])
+            kl = (p_K * (p_K / q_K).log()).sum()
+            expected += weight * (0.75 * kl - 0.5 * one.advantage * p_V[token]) / 40
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    (slopes,) = torch.autograd.grad(expected, logits_NV)
-    torch.testing.assert_close(found, slopes, rtol=1e-4, atol=1e-6)
+    (found_VV,) = torch.autograd.grad(loss, student.logits_VV, retain_graph=True)
+    (slopes_VV,) = torch.autograd.grad(expected, student.logits_VV)
+    torch.testing.assert_close(found_VV, slopes_VV, rtol=1e-4, atol=1e-6)
 
 
 # --- a new estimator ------------------------------------------------------------------------------
