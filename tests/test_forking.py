@@ -536,6 +536,7 @@ PAGE = (ROOT / "docs/variants.md").read_text()
 TABLE_ROWS = re.findall(r"^\| (?!variant|---)(.*)", PAGE, re.M)
 DIFF = re.compile(r"^### ([^\n]*)\n([^#]*?)\n\[(\w+)\.diff\]\(forks/\3\.diff\)$", re.M | re.S)
 DIFFS = {title: (text, name) for title, text, name in DIFF.findall(PAGE)}
+GUIDED = ("my_grpo", "dr_grpo", "dapo_refill")  # of forking.md
 
 
 def settings_in(text: str) -> dict:
@@ -747,6 +748,29 @@ def test_a_variant_trains_a_step(variant, title):
     assert all(grad.isfinite().all() and grad.any() for grad in grads)
 
 
+def two_sequences(module: ModuleType, reward: float, tokens: int = 1):
+    """An episode whose second prompt does not hold the first answer."""
+    ids = [9] * tokens
+    turns = [Turn([5], [8], [-0.5], [0], "stop"), Turn([6], ids, [-0.5] * tokens, [0] * tokens, "")]
+    return module.Episode(turns, envs.Reward(reward))
+
+
+@pytest.mark.parametrize("title", [*DIFFS, *GUIDED])
+def test_validation_may_have_any_number_of_answers(variant, fork, title, monkeypatch, tmp_path):
+    """1 to 4 answers of two sequences each, with rewards below zero, in each fork."""
+    save_tokenizer(tmp_path)
+    module = variant(title)[0] if title in DIFFS else load(fork, title, monkeypatch)
+    worker = module.RolloutWorker(module.Config(run_dir=str(tmp_path), model=str(tmp_path)))
+    lowest = 0.0 if title == "MaxRL" else -1.0  # it refuses others
+    for n in range(1, 5):
+        rewards = [lowest, 0.5, 1.0, 0.25][:n]
+        episodes = [two_sequences(module, reward) for reward in rewards]
+        made = worker.finish(asking("?", _line=1), Slot(0, evaluation=7), episodes)
+        assert [info.reward for info in made.infos if not info.continues] == rewards
+        assert np.isfinite([s.advantage for s in made.samples]).all()
+        assert len(made.samples) == 2 * n and len(made.lines.splitlines()) == n
+
+
 def test_the_bonus_has_the_gradient_of_entropy(variant):
     """Each of five tokens once, drawn evenly, so that its weight is 5 pi."""
     module, cfg = variant("Entropy bonus")
@@ -816,6 +840,12 @@ def test_maxrl_divides_by_the_mean(variant):
     advantages = partial(module.group_advantages, rule=cfg.advantage)
     assert advantages(torch.tensor([1.0, 0, 0, 0])).tolist() == [3, -1, -1, -1]
     assert advantages(torch.zeros(5)).tolist() == advantages(torch.ones(5)).tolist() == [0] * 5
+
+
+def test_a_group_of_pass_at_k_holds_a_set(variant):
+    module, cfg = variant("Pass@k training")
+    with pytest.raises(ValueError, match="group_size is below 4, the size of a set"):
+        changed(cfg, group_size=3)
 
 
 @pytest.mark.parametrize("right", range(9))
