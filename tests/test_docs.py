@@ -147,7 +147,8 @@ def test_options_and_settings_that_the_pages_name_exist(page):
     start = "|".join(sorted(groups))
     named = set(re.findall(rf"`((?:{start})\.\w[\w.]*)", text))
     diffs = "\n".join(path.read_text() for path in (ROOT / "docs/forks").glob("*.diff"))
-    of_forks = {f"loss.{name}" for name in re.findall(r"^\+    (\w+): ", diffs, re.M)}
+    added = re.findall(r"^\+    (\w+): ", diffs, re.M)
+    of_forks = {f"{group}.{name}" for group in ("loss", "advantage") for name in added}
     assert named <= set(leaves) | groups | of_forks
 
 

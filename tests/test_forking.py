@@ -828,11 +828,20 @@ def test_rloo_and_grpo_have_their_advantages():
         torch.testing.assert_close(advantages_G, expected * torch.tensor([1.0, -1, -1, 1]))
 
 
-def test_the_last_tokens_below_the_limit_cost_up_to_one(variant):
-    module, _ = variant("DAPO's soft overlong punishment")
-    for tokens, penalty in ((10, 0), (16384, 0), (18432, -0.5), (20480, -1), (30000, -1)):
-        turn = Turn([1], [2] * tokens, [], [], "stop")
-        assert module.punishment(module.Episode([turn], envs.Reward(1.0))) == penalty
+@pytest.mark.parametrize(("limit", "share", "penalties"), [
+    (20480, 0.2, {10: 0, 16384: 0, 18432: -0.5, 20480: -1, 30000: -1}),  # as in the paper
+    (100, 0.5, {50: 0, 60: -0.2, 100: -1}),
+])  # fmt: skip
+def test_the_last_tokens_below_the_limit_cost_up_to_one(variant, tmp_path, limit, share, penalties):
+    """The last answer of an episode counts."""
+    module, cfg = variant("DAPO's soft overlong punishment")
+    save_tokenizer(tmp_path)
+    cfg = changed(cfg, run_dir=str(tmp_path), model=str(tmp_path))
+    cfg = changed(cfg, max_response_tokens=limit, overlong_share=share)
+    episodes = [two_sequences(module, 0.25, tokens) for tokens in penalties]
+    infos = module.RolloutWorker(cfg).finish(asking("?", _line=1), Slot(0), episodes).infos
+    found = [info.reward - 0.25 for info in infos if info.continues]
+    assert found == pytest.approx([*penalties.values()], abs=1e-6)
 
 
 def test_maxrl_divides_by_the_mean(variant):
