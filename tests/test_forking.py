@@ -790,9 +790,21 @@ def test_the_bonus_has_the_gradient_of_entropy(variant):
 
 
 async def test_the_half_whose_rewards_differ_most_is_trained(variant):
-    """Of slots 0 to 3 those of the lines 2 and 4; of slots 4 to 7, that all agree, the first."""
+    """Of slots 0 to 3 those of the lines 2 and 4; of slots 4 to 7, that all agree, the first.
+
+    Line 3's rewards differ less than those of line 2, where one episode has three sequences.
+    """
     module, _ = variant("The best half of a batch")
-    filling = Filling(module, {1, 3, *range(5, 21)}, prompts_per_step=4)
+    tail = info(1.0)
+    tail.continues = True
+    of_line = {2: [info(1.0), tail, tail, info(0.0)], 3: [info(0.9), info(0.0)], 4: DIFFERS}
+    filling = Filling(module, set(), prompts_per_step=4)
+
+    async def roll_out(row, slot, n, version):
+        infos = of_line.get(row["_line"], AGREES)
+        return Group(slot.number, version, row["_line"], infos, None)
+
+    filling.run.dispatcher.roll_out = roll_out
     await filling.both_loops()
     assert [[slot for slot, _, _ in step] for step in filling.trained] == [[1, 3], [4, 5]]
 
@@ -876,7 +888,8 @@ def test_pass_at_k_is_the_mean_over_all_sets(variant, right):
 def test_reinforce_plus_plus_divides_by_the_std_of_the_batch(variant):
     """By hand: r - mean r is 1/2, -1/2; 0, 0; 1/4, -1/4, of variance 0.625 / 6.
 
-    The last answer is flawed: its penalty is its advantage as it is.
+    The first episode has three sequences. The last answer is flawed: its penalty is its advantage
+    as it is.
     """
     module, cfg = variant("REINFORCE++ with baseline")
     cfg = changed(cfg, prompts_per_step=3, group_size=2, penalties={"tool_call": -5.0})
@@ -885,15 +898,18 @@ def test_reinforce_plus_plus_divides_by_the_std_of_the_batch(variant):
     for slot, rewards in enumerate(((1.0, 0.0), (1.0, 1.0), (0.5, 0.0))):
         advantages_G = module.group_advantages(torch.tensor(rewards), cfg.advantage)
         of_group = []
-        for ids, advantage, reward in zip(ANSWERS, advantages_G.tolist(), rewards, strict=False):
+        pieces = [0, 0, 0, 1] if slot == 0 else [0, 1]
+        for n, j in enumerate(pieces):
+            ids, advantage, reward = ANSWERS[j], float(advantages_G[j]), rewards[j]
             of_group.append(sample(ids, [TABLE[v] for v in ids], advantage))
             of_group[-1].reward = reward
+            of_group[-1].continues = n > 0 and pieces[n - 1] == j
             scaled = advantage / math.sqrt(0.625 / 6)
             if (slot, reward) == (2, 0.0):
                 of_group[-1].flaw_T[of_group[-1].mask_T] = FLAWS.index("tool_call")
                 scaled = -5.0
             for v in ids:
-                expected_V[v] -= scaled / (3 * (2 + 3))
+                expected_V[v] -= scaled / (3 * (2 + 3) + 2 * 2)
         groups.append(module.Group(slot, 0, 1, [s.info() for s in of_group], of_group))
     torch.testing.assert_close(one_step(module, cfg, groups).grads[0], expected_V)
 
