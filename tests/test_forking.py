@@ -856,6 +856,13 @@ def test_the_last_tokens_below_the_limit_cost_up_to_one(variant, tmp_path, limit
     assert found == pytest.approx([*penalties.values()], abs=1e-6)
 
 
+def test_rewards_that_a_kl_is_subtracted_from_are_not_divided(variant):
+    """So beta is the same in each group: r_i - mean_{j != i} r_j."""
+    module, cfg = variant("KL in the reward")
+    advantages_G = module.group_advantages(torch.tensor([3.0, 0.0, 1.5]), cfg.advantage)
+    assert advantages_G.tolist() == [2.25, -2.25, 0.0]
+
+
 def test_maxrl_divides_by_the_mean(variant):
     module, cfg = variant("MaxRL")
     advantages = partial(module.group_advantages, rule=cfg.advantage)
