@@ -868,6 +868,8 @@ def test_maxrl_divides_by_the_mean(variant):
     advantages = partial(module.group_advantages, rule=cfg.advantage)
     assert advantages(torch.tensor([1.0, 0, 0, 0])).tolist() == [3, -1, -1, -1]
     assert advantages(torch.zeros(5)).tolist() == advantages(torch.ones(5)).tolist() == [0] * 5
+    with pytest.raises(ValueError, match=r"MaxRL needs rewards of 0 or more, got \[-1.0, 1.0\]"):
+        advantages(torch.tensor([-1.0, 1.0]))
 
 
 def test_a_group_of_pass_at_k_holds_a_set(variant):
