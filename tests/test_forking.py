@@ -563,17 +563,22 @@ def variant(tmp_path, monkeypatch):
     return make_variant
 
 
-def check_gradient(module: ModuleType, cfg, old: bool, formula) -> None:
-    """Of seven sequences' logprobs: that of `policy_loss` is that of a formula of one sequence.
+# Lengths and advantages of sequences.
+SEQUENCES = ((20, 0.7), (15, -1.1), (2, 0.4), (9, -0.6), (32, 0.9), (3, -0.8), (4, 0.5), (6, 0.0))
+SEQUENCES += ((12, 1.3),)
 
-    Two sequences are near those that they are compared with. Two tokens of one are far off.
+
+def check_gradient(module: ModuleType, cfg, old: bool, formula) -> None:
+    """By nine sequences' logprobs: that of `policy_loss` is that of the losses of their tokens.
+
+    Two sequences are near those that they are compared with, two tokens of one are far off, and the
+    last one is dropped if the filter is on. Every third token of one is not trained, one has no
+    advantage, and more tokens and sequences are planned than there are.
     """
     assert (cfg.loss.updates_per_batch > 1) == old
     random = torch.Generator().manual_seed(3)
-    lengths = (20, 15, 2, 9, 32, 3, 4)
-    advantages = (0.7, -1.1, 0.4, -0.6, 0.9, -0.8, 0.5)
     sequences = []
-    for n, advantage in zip(lengths, advantages, strict=True):
+    for n, advantage in SEQUENCES:
         curr_T = -torch.rand(n, generator=random) - 0.5
         far_T = torch.zeros(n)
         if n == 32:
@@ -581,21 +586,50 @@ def check_gradient(module: ModuleType, cfg, old: bool, formula) -> None:
         gap = 5e-4 if n in (3, 4) else 0.3
         near = [curr_T - far_T + gap * torch.randn(n, generator=random) for _ in range(3)]
         made = {"curr": curr_T, "gen": near[0], "ref": near[1]} | ({"old": near[2]} if old else {})
-        sequences.append({k: v.tolist() for k, v in made.items()} | {"A": [advantage] * n})
-    logp_T, batch = make(*sequences)
-    loss, _ = module.policy_loss(logp_T, batch, cfg)
+        if n == 12:
+            made["gen"] = made["gen"] - 3
+        of_row = {k: v.tolist() for k, v in made.items()} | {"A": [advantage] * n}
+        sequences.append(of_row | {"mask": [float(n != 9 or t % 3 > 0) for t in range(n)]})
+    logp_T, batch = make(*sequences, tokens=200, count=17)
+    loss, stats = module.policy_loss(logp_T, batch, cfg)
     (ours_T,) = torch.autograd.grad(loss, logp_T)
     total = 0.0
-    for i, sequence in enumerate(sequences):
-        parts = {k: torch.tensor(v) for k, v in sequence.items()}
-        parts["curr"] = logp_T[batch.seq_T == i][1:]
-        total += formula(SimpleNamespace(**{"old": parts["curr"].detach()} | parts))
+    dropped = 0
+    for i in range(len(sequences)):
+        at_T = (batch.seq_T == i) & batch.mask_T
+        s = SimpleNamespace(curr=logp_T[at_T], gen=batch.engine_logp_T[at_T])
+        s.ref, s.A = batch.ref_logp_T[at_T], batch.advantage_T[at_T]
+        s.old = batch.old_logp_T[at_T] if old else s.curr.detach()
+        if is_dropped(s, cfg):
+            dropped += 1
+        else:
+            total += reduced(formula, s, cfg)
+    assert stats["num_masked_seqs"] == dropped
+    assert dropped == (cfg.correction.sequence_error_limit == 2)
     by_token = cfg.loss.reduction == "token"
-    total = total / (batch.planned_tokens if by_token else batch.planned_sequences)
-    (theirs_T,) = torch.autograd.grad(total, logp_T)
+    (theirs_T,) = torch.autograd.grad(total / (200 if by_token else 17), logp_T)
     moved = torch.unique(batch.seq_T[theirs_T != 0])
     assert len(moved) >= 2, "nothing compared"
     torch.testing.assert_close(ours_T, theirs_T, rtol=1e-4, atol=1e-7)
+
+
+def is_dropped(s, cfg) -> bool:
+    """Whether the filter drops a sequence."""
+    error = (s.old - s.gen).abs().exp().mean()
+    return bool(error > cfg.correction.sequence_error_limit)
+
+
+def reduced(formula, s, cfg) -> torch.Tensor:
+    """The loss of a sequence's tokens, summed or averaged; `s.w` is w of each token."""
+    rule = cfg.correction
+    s.w = (s.old - s.gen).exp()
+    if rule.action == "truncate":
+        s.w = s.w.clamp(rule.low, rule.high)
+    else:
+        s.w = torch.where((rule.low <= s.w) & (s.w <= rule.high), s.w, 0.0)
+    loss_T = formula(s)
+    assert loss_T.shape == s.curr.shape
+    return loss_T.sum() if cfg.loss.reduction == "token" else loss_T.mean()
 
 
 def clipped(s, low: float, high: float) -> torch.Tensor:
@@ -605,35 +639,44 @@ def clipped(s, low: float, high: float) -> torch.Tensor:
 
 
 def ratio(s) -> torch.Tensor:
-    """w of each token."""
+    """w of each token, before the correction."""
     return (s.old - s.gen).exp()
 
 
 def grpo(s):
     x_T = s.ref - s.curr
     k3_T = (s.curr.detach() - s.gen).exp() * (x_T.exp() - 1 - x_T)
-    return (ratio(s).clamp(max=5) * -s.A * s.curr + 0.04 * k3_T).mean()
+    return ratio(s).clamp(max=5) * -s.A * s.curr + 0.04 * k3_T
 
 
 def sequence_mask(s):
     inside = 0.999 <= (s.old - s.gen).mean().exp() <= 1.002
-    return (inside * ratio(s) * -s.A * s.curr).sum()
+    return inside * ratio(s) * -s.A * s.curr
 
 
 def icepop(s):
     w_T = ratio(s)
-    return (torch.where((w_T >= 0.5) & (w_T <= 5), w_T, 0.0) * -s.A * s.curr).sum()
+    return torch.where((w_T >= 0.5) & (w_T <= 5), w_T, 0.0) * -s.A * s.curr
+
+
+def usual(s):
+    """The loss of grpo_async.py, which variants of advantages and batches keep."""
+    return s.w * clipped(s, 0.2, 0.28)
 
 
 def gspo(s):
     ratio = (s.curr - s.old).mean().exp()
     A = s.A[0]
-    return -torch.minimum(ratio * A, ratio.clamp(1 - 3e-4, 1 + 4e-4) * A)
+    return s.w * -torch.minimum(ratio * A, ratio.clamp(1 - 3e-4, 1 + 4e-4) * A)
+
+
+def cispo(s):
+    return s.w * -(s.curr - s.old).exp().clamp(0, 5).detach() * s.A * s.curr
 
 
 def dual_clip(s):
     low_T = clipped(s, 0.2, 0.28)
-    return torch.where(s.A < 0, torch.minimum(low_T, -3 * s.A), low_T).sum()
+    return s.w * torch.where(s.A < 0, torch.minimum(low_T, -3 * s.A), low_T)
 
 
 def gmpo(s):
@@ -641,48 +684,58 @@ def gmpo(s):
     sign_T = s.A.sign()
     diff_T = sign_T * (s.curr - s.old)
     least_T = sign_T * torch.minimum(diff_T, diff_T.clamp(-0.4, 0.4))
-    return -s.A[0] * least_T.mean().exp()
+    return s.w * -s.A[0] * least_T.mean().exp()
 
 
 def sapo(s):
     tau = 1.0 if s.A[0] > 0 else 1.05
     gate_T = 4 / tau / (1 + (-tau * ((s.curr - s.old).exp() - 1)).exp())
-    return -(gate_T * s.A).mean()
+    return s.w * -gate_T * s.A
 
 
 def bonus(s):
     """rho sg(log pi) log pi, which has the gradient of -entropy."""
-    return ((s.curr - s.old).exp() * s.curr).detach() * s.curr
+    entropy_T = ((s.curr - s.old).exp() * s.curr).detach() * s.curr
+    return s.w * (clipped(s, 0.2, 0.28) + 0.01 * entropy_T)
 
 
 def topr(s):
-    weight = 1.0 if s.A[0] > 0 else min(1.0, math.prod((s.old - s.gen).exp().tolist()))
-    return -(weight * s.A * s.curr).sum()
+    weight = 1.0 if s.A[0] >= 0 else min(1.0, math.prod((s.old - s.gen).exp().tolist()))
+    return -weight * s.A * s.curr
 
 
-# By the start of their row or title: whether there are old logprobs, and the formula.
+def kl_in_reward(s):
+    return s.w * -(s.A - 0.01 * (s.old - s.ref).sum()) * s.curr
+
+
+# By the start of their row or title: whether there are old logprobs, and the loss of each token.
 ROWS = {
     "GRPO": (False, grpo),
-    "TIS": (False, lambda s: (ratio(s).clamp(max=2) * -s.A * s.curr).sum()),
+    "TIS": (False, lambda s: ratio(s).clamp(max=2) * -s.A * s.curr),
     "IcePop": (False, icepop),
     "sequence-mask TIS": (False, sequence_mask),
-    "decoupled PPO": (True, lambda s: (ratio(s) * clipped(s, 0.2, 0.2)).sum()),
+    "decoupled PPO": (True, lambda s: ratio(s) * clipped(s, 0.2, 0.2)),
     "CISPO against the engine": (
         False,
-        lambda s: ((s.curr - s.gen).exp().clamp(max=5).detach() * -s.A * s.curr).sum(),
+        lambda s: (s.curr - s.gen).exp().clamp(max=5).detach() * -s.A * s.curr,
     ),
-    "DAPO, [2503": (True, lambda s: (ratio(s).clamp(max=5) * clipped(s, 0.2, 0.28)).sum()),
+    "DAPO, [2503": (True, lambda s: ratio(s).clamp(max=5) * clipped(s, 0.2, 0.28)),
 }
 LOSSES = {
     "GSPO": (True, gspo),
-    "CISPO": (True, lambda s: -((s.curr - s.old).exp().clamp(0, 5).detach() * s.A * s.curr).sum()),
+    "CISPO": (True, cispo),
     "Dual clip": (True, dual_clip),
     "GMPO": (True, gmpo),
     "SAPO": (True, sapo),
     "TOPR": (False, topr),
-    "Entropy bonus": (True, lambda s: (clipped(s, 0.2, 0.28) + 0.01 * bonus(s)).sum()),
-    "KL in the reward": (False, lambda s: -((s.A - 0.01 * (s.old - s.ref).sum()) * s.curr).sum()),
+    "Entropy bonus": (True, bonus),
+    "KL in the reward": (False, kl_in_reward),
 }
+CORRECTIONS = (
+    {"low": 1.0, "high": 1.0, "sequence_error_limit": math.inf},
+    {"low": 0.8, "high": 1.1, "sequence_error_limit": 2.0},
+    {"action": "mask", "low": 0.8, "high": 1.1, "sequence_error_limit": 2.0},
+)
 OTHERS = {"DAPO's soft overlong punishment", "MaxRL", "Pass@k training"}
 OTHERS |= {"REINFORCE++ with baseline", "The best half of a batch", "Prompts of some difficulty"}
 
@@ -706,10 +759,10 @@ def test_settings_of_a_variant_give_its_gradient(start):
 @pytest.mark.parametrize("title", LOSSES)
 def test_lines_of_a_variant_give_its_gradient(variant, title):
     module, cfg = variant(title)
-    cfg = changed(cfg, low=1.0, high=1.0, sequence_error_limit=math.inf)
     if title == "Entropy bonus":  # its page has one update, where rho is 1
         cfg = changed(cfg, updates_per_batch=4)
-    check_gradient(module, cfg, *LOSSES[title])
+    for correction in CORRECTIONS:
+        check_gradient(module, changed(cfg, **correction), *LOSSES[title])
 
 
 def one_step(module: ModuleType, cfg, groups: list) -> TablePolicy:
@@ -728,24 +781,58 @@ def one_step(module: ModuleType, cfg, groups: list) -> TablePolicy:
 
 @pytest.mark.parametrize("title", DIFFS)
 def test_a_variant_trains_a_step(variant, title):
-    """From rewards to advantages, rows, loss and an update: finite, and not nothing."""
+    """From rewards to gradients of one or two updates: those of the formula, over what is kept.
+
+    Groups are of unlike sizes, and the rewards of one agree. The first episode of each has two
+    sequences. The filter drops two sequences.
+    """
     module, cfg = variant(title)
-    sizes = {"prompts_per_step": 4, "group_size": 5}
-    if cfg.loss.updates_per_batch > 1:
-        sizes["updates_per_batch"] = 2
-    cfg = changed(cfg, **sizes)
+    updates = 2 if cfg.loss.updates_per_batch > 1 else 1
+    cfg = changed(cfg, prompts_per_step=4, group_size=5, low=0.8, high=1.2)
+    cfg = changed(cfg, updates_per_batch=updates, sequence_error_limit=2.0)
     groups = []
+    gaps = []
     for slot in range(4):
-        rewards_G = torch.tensor([1.0, 0, 0, slot / 4, 0])
+        rewards_G = torch.tensor([1.0, 0, 0, slot / 4, 0]) * (slot != 2)
+        gaps.append(rewards_G - rewards_G.mean())
         advantages_G = module.group_advantages(rewards_G, cfg.advantage)
-        made = [
-            sample(ids, [TABLE[v] + 0.01 for v in ids], advantage)
-            for ids, advantage in zip(ANSWERS, advantages_G.tolist(), strict=False)
-        ]
+        made = []
+        for j, answer in enumerate([*ANSWERS, [2, 3]]):
+            ids = answer * (1 + slot)
+            wrong = (0.3, -0.4)[j % 2]  # nats by which the engine is off
+            if (slot, j) in ((1, 5), (3, 0)):
+                wrong = -2.0
+            made.append(sample(ids, [TABLE[v] + wrong for v in ids], float(advantages_G[j % 5])))
+            made[-1].reward = float(rewards_G[j % 5])
+            made[-1].continues = j == 5
         groups.append(module.Group(slot, 0, 1, [s.info() for s in made], made))
+    spread = float(torch.cat(gaps).std(correction=0)) if title.startswith("REINFORCE") else 1.0
+    advantages = {id(s): s.advantage / spread for group in groups for s in group.samples}
     grads = one_step(module, cfg, groups).grads
-    assert len(grads) == sizes.get("updates_per_batch", 1)
-    assert all(grad.isfinite().all() and grad.any() for grad in grads)
+
+    formula = LOSSES.get(title, (False, usual))[1]
+    before_V = torch.tensor(TABLE)
+    table_V = before_V.clone().requires_grad_()
+    assert len(grads) == updates
+    for u, grad_V in enumerate(grads):
+        total = torch.zeros(())
+        tokens = sequences = 0
+        for group in groups[u * 4 // updates : (u + 1) * 4 // updates]:
+            for one in group.samples:
+                ids_T = torch.from_numpy(one.tokens_T[one.mask_T]).long()
+                s = SimpleNamespace(curr=table_V[ids_T], old=before_V[ids_T])
+                s.gen = torch.from_numpy(one.engine_logp_T[one.mask_T])
+                s.ref = torch.full_like(s.gen, -1.0)
+                s.A = torch.full_like(s.gen, advantages[id(one)])
+                if not is_dropped(s, cfg):
+                    tokens += len(ids_T)
+                    sequences += 1
+                    total = total + reduced(formula, s, cfg)
+        kept = tokens if cfg.loss.reduction == "token" else sequences
+        (expected_V,) = torch.autograd.grad(total / kept, table_V)
+        assert expected_V.any()
+        torch.testing.assert_close(grad_V, expected_V, rtol=1e-4, atol=1e-6)
+        table_V = (table_V - expected_V).detach().requires_grad_()
 
 
 def two_sequences(module: ModuleType, reward: float, tokens: int = 1):
