@@ -76,6 +76,7 @@ CHECKERS = "sandbox/test_checkers.py sandbox/test_from_outside.py sandbox/test_o
 PROGRAMS = "sandbox/test_sandbox.py sandbox/test_from_outside.py sandbox/test_out_of_memory.py"
 ENVS = {  # module below envs/: its tests there
     "chemistry/answer_format": "chemistry/test_molecules.py",
+    "chemistry/litmus": "chemistry/test_litmus.py",
     "chemistry/molecules": "chemistry/test_molecules.py",
     "coding/code": "coding/test_code.py test_envs.py",
     "following/format_verification": "following/test_format_verification.py",

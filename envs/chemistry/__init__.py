@@ -1,1 +1,1 @@
-"""Chemistry: numerical properties of molecules, with and without Python."""
+"""Chemistry: properties of molecules, with and without Python."""

@@ -1,10 +1,11 @@
-"""Finds the number that answers a question about a molecule, in the format that the prompt names.
+"""Finds the answer in a text, by the format that the prompt names or by the row's regex.
 
-It finds the same text as the regexes of NeMo-Gym's resources_servers/rdkit_chemistry. Their run
-time grows with the square of a hostile text's length; here it is linear.
+A format finds the same text as the regexes of NeMo-Gym's resources_servers/rdkit_chemistry and
+litmus_agent. Their run time grows with the square of a hostile text's length; here it is linear.
 """
 
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -80,3 +81,15 @@ def number_in(answer: str) -> float | None:
     except ValueError:
         numbers = NUMBER.findall(answer)
         return float(numbers[-1]) if numbers else None
+
+
+def make_check() -> Callable[..., dict]:
+    """Returns the check, which runs in a child process because a row's regex may take for ever."""
+
+    def check(pattern: str, text: str) -> dict:
+        found = ""
+        for match in re.finditer(pattern, text, re.DOTALL):
+            found = match[1] or ""
+        return {"found": found}
+
+    return check

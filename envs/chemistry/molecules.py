@@ -23,15 +23,15 @@ accepts 3.6 as 4. If the only possible values are 0 and 1, half of all guesses e
 """
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from envs import Reward, final_text, get, require, unfinished
 from envs.chemistry import rdkit_check
-from envs.chemistry.answer_format import FORMATS, marked, number_in
+from envs.chemistry.answer_format import FORMATS, Format, marked, number_in
 from envs.maths import python_tool
 from envs.sandbox import sandbox
 from envs.services import TOOL_PARSER, Need
-from rollout.episode import Episode
+from rollout.episode import Episode, Turn
 from rollout.messages import functions
 
 if TYPE_CHECKING:
@@ -40,6 +40,14 @@ if TYPE_CHECKING:
 AGENTS = ("rdkit_chemistry_agent", "rdkit_chemistry")
 MAX_STEPS = 10
 KINDS = ("count", "bool", "presence", "fragment", "float")
+NOT_READ = ("answer_type", "match", "output_regex")  # fields that only litmus.py reads
+
+
+class Said(NamedTuple):
+    """What the policy has said in an episode."""
+
+    turns: list[Turn]
+    text: str  # of all turns
 
 
 def needs(row: dict) -> tuple[Need, ...]:
@@ -50,13 +58,31 @@ def needs(row: dict) -> tuple[Need, ...]:
 
 def check(row: dict) -> None:
     """Raises ValueError unless the row can be judged and offers the Python tool or no tool."""
-    kind = get(row, "property_type", str, "one of: " + ", ".join(KINDS))
-    require(kind in KINDS, "property_type", kind, "one of: " + ", ".join(KINDS))
+    check_kind(row)
     expected = get(row, "expected_answer", str | int | float, "a number")
     require(math.isfinite(as_number(expected)), "expected_answer", expected, "a finite number")
+    for name in NOT_READ:
+        given = row.get(name)
+        require(given is None, name, given, "null, because only the agent litmus_agent reads it")
+    check_format(row)
+    check_tools(row)
+
+
+def check_kind(row: dict) -> None:
+    """Raises ValueError unless the row's property is of a known kind."""
+    kind = get(row, "property_type", str, "one of: " + ", ".join(KINDS))
+    require(kind in KINDS, "property_type", kind, "one of: " + ", ".join(KINDS))
+
+
+def check_format(row: dict) -> None:
+    """Raises ValueError unless the format of the row's answers is known."""
     form = get(row, "answer_format", str | None, "one of fmt_00 to fmt_30, or null")
     require(form is None or form in FORMATS, "answer_format", form, "one of fmt_00 to fmt_30")
     get(row, "use_box_format", bool | None, "true, false or null")
+
+
+def check_tools(row: dict) -> None:
+    """Raises ValueError unless the row offers either the Python tool or none."""
     at = "responses_create_params.tools"
     given = get(row, at, list | None, "a list or null")
     names = [tool["function"]["name"] for tool in functions(given) or ()]
@@ -66,10 +92,16 @@ def check(row: dict) -> None:
 
 async def rollout(row: dict, sampler: "Sampler") -> Episode:
     """Plays one episode of at most 10 answers."""
+    said = await converse(row, sampler)
+    return Episode(said.turns, verify(row, said.text))
+
+
+async def converse(row: dict, sampler: "Sampler") -> Said:
+    """Lets the policy give at most 10 answers, and call the tool if the row has it."""
     talk = await python_tool.converse_with_python(row, sampler, MAX_STEPS)
     texts = [final_text(turn.judged) for turn in talk.turns]
-    said = "\n".join(text for text in texts if not unfinished(text))
-    return Episode(talk.turns, verify(row, said or talk.response))
+    text = "\n".join(text for text in texts if not unfinished(text))
+    return Said(talk.turns, text or talk.response)
 
 
 def verify(row: dict, response: str) -> Reward:
@@ -77,13 +109,17 @@ def verify(row: dict, response: str) -> Reward:
     text = final_text(response)
     if reason := unfinished(text):
         return Reward(0.0, {"reason": reason})
-    usual = "fmt_07" if row.get("use_box_format") else "fmt_00"
-    form = FORMATS[row.get("answer_format") or usual]
-    found = number_in(marked(text, form))
+    found = number_in(marked(text, format_of(row)))
     if found is None:
         return Reward(0.0, {"reason": "no number"})
     expected = as_number(row["expected_answer"])
     return Reward(float(is_right(found, expected, row["property_type"])))
+
+
+def format_of(row: dict) -> Format:
+    """Returns the format in which the row's prompt asks for the answer."""
+    usual = "fmt_07" if row.get("use_box_format") else "fmt_00"
+    return FORMATS[row.get("answer_format") or usual]
 
 
 def as_number(value: str | float) -> float:

@@ -149,6 +149,9 @@ test_bad_rows_are_refused = refused(
     ({"answer_format": "fmt_31"}, "answer_format is 'fmt_31', expected one of fmt_00 to fmt_30"),
     ({"answer_format": 7}, "answer_format is 7, expected one of fmt_00 to fmt_30, or null"),
     ({"use_box_format": "yes"}, "use_box_format is 'yes', expected true, false or null"),
+    ({"answer_type": "float"}, "answer_type is 'float', expected null, because only the agent"),
+    ({"match": {"rule": "exact"}}, "match is {'rule': 'exact'}, expected null, because only"),
+    ({"output_regex": "(4)"}, r"output_regex is '\(4\)', expected null, because only the agent"),
     (
         {TOOLS_AT: {"input": "4?", "tools": [{"type": "function", "name": "search"}]}},
         rf"tools is \['search'\], expected the tool {TOOL}, or no tool",
