@@ -971,15 +971,24 @@ class Trainer(SendingRank[Config]):
 
 
 def probe_gaps(policy: Policy, answers: list[list[Turn]], cfg: GroupSettings) -> list[float]:
-    """Returns the mean |logp - engine_logp|, in nats, over the tokens of each engine's turns."""
+    """Returns the mean |logp - engine_logp|, in nats, over the tokens of each engine's turns.
+
+    All engines have answered the same prompts, with answers of one length. A row holds as many
+    engines as it has room for, but at least one.
+    """
+    samples = [[Sample.of([turn]) for turn in turns] for turns in answers]
+    tokens = sum(len(sample.tokens_T) for sample in samples[0])
+    at_once = max(1, cfg.policy.row_tokens // tokens)
+    nothing = Update(planned_tokens=1, planned_sequences=1, rows=[])
     rows = []
-    for turns in answers:
-        samples = [Sample.of([turn]) for turn in turns]
-        rows.append(pack(samples, Update(planned_tokens=1, planned_sequences=1, rows=[]), cfg))
-    gaps = []
+    for first in range(0, len(samples), at_once):
+        of_row = itertools.chain(*samples[first : first + at_once])
+        rows.append(pack(list(of_row), nothing, cfg))
+    gaps: list[float] = []
     for row, logp_T in zip(rows, policy.logprobs(rows), strict=True):
         gap_T = (logp_T.cpu() - row.engine_logp_T).abs()
-        gaps.append(float(gap_T[row.mask_T].mean()))
+        gap_N = sequence_mean(gap_T, row.mask_T, row.seq_T)
+        gaps += gap_N.view(-1, len(answers[0])).mean(1).tolist()
     return gaps
 
 

@@ -4,17 +4,19 @@ import dataclasses
 import math
 import random
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
-from grpo_async import Config, Group, Update, divisor, pack, plan_step
+from grpo_async import Batch, Config, Group, Update, divisor, pack, plan_step, probe_gaps
 from policy.model_shape import even_length
 from policy.packing import Share, plan_rows, spread
-from rollout.episode import Sample, SampleInfo
+from rollout.episode import Sample, SampleInfo, Turn
 from support.configs import changed
 
 LENGTHS = st.lists(st.integers(1, 150), max_size=40)
@@ -395,3 +397,22 @@ def test_an_empty_row_is_one_token_that_trains_nothing():
     expected = dict.fromkeys(("tokens_T", "positions_T", "seq_T"), "int64") | {"mask_T": "bool"}
     assert kinds == expected | dict.fromkeys(("engine_logp_T", "advantage_T", "score_N"), "float32")
     assert len(batch.tokens_T) == 1 and not batch.mask_T.any()
+
+
+@pytest.mark.parametrize(("row_tokens", "rows"), [(1, 3), (23, 3), (24, 2), (36, 1)])
+def test_a_row_of_a_probe_holds_as_many_engines_as_it_has_room_for(row_tokens, rows):
+    """Each of 3 engines gives two answers of 4 tokens to a prompt of 2, so 12 tokens each."""
+    answers = []
+    for logp in (-1.0, -2.0, math.nan):
+        answers.append([Turn([1, 2], [3] * 4, [logp] * 4, [0] * 4, "length") for _ in range(2)])
+    seen = []
+
+    def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
+        """A trainer that is 0.5 nats away from answers with even numbers, and 1 from the others."""
+        seen.extend(batches)
+        return [b.engine_logp_T + 0.5 * (1 + b.seq_T % 2) for b in batches]
+
+    cfg = config(row_tokens=row_tokens)
+    first, second, third = probe_gaps(SimpleNamespace(logprobs=logprobs), answers, cfg)
+    assert (first, second) == (0.75, 0.75) and math.isnan(third)
+    assert len(seen) == rows and sum(len(batch.tokens_T) for batch in seen) == 36
