@@ -1013,33 +1013,31 @@ class Engines:
 
         Returns metrics; the seconds of each phase are those of the slowest engine. If one engine
         fails, the attempt ends with its error, and the next one goes to those that are left and to
-        new ones. Raises RuntimeError if no engine is left and none may be replaced, or if an
-        engine's weights differ from the trainer's. An error in the very first update is raised as
-        it is.
+        new ones. Raises RuntimeError if no engine is left and none may be replaced, or if all
+        engines compute with other weights than the trainer. An error in the very first update is
+        raised as it is.
         """
         fleet = self.fleet
         while True:
             lost_before = fleet.discarded
             fleet.launch_missing()
             try:
-                measured, gaps = await self.send_weights(version)
+                measured = await self.send_weights(version)
             except Exception as error:
                 # Discards the dead engines, so that the next attempt replaces them. If no engine
                 # is known to be dead (`discarded` has not grown), discards all. Re-raises the error
                 # if no new engine can help.
                 await repair.discard_dead(fleet, error, lost_before)
                 continue
-            if gaps:
-                fleet.probe.judge(version, gaps)
             if fleet.alive:  # all may have died after they acknowledged the update
                 fleet.all_synced()
                 return measured | {"engines": len(fleet.serving)}
 
-    async def send_weights(self, version: int) -> tuple[dict[str, float], list[float]]:
-        """Sends the policy to all engines once, and probes them if this update is verified.
+    async def send_weights(self, version: int) -> dict[str, float]:
+        """Sends the policy to all engines once, and compares their logprobs with the trainer's.
 
-        Returns the metrics of the update, and how far each probed engine's logprobs are from the
-        trainer's, in nats.
+        The comparison is made every few versions, and if an engine is new: runtime/engines/probe.py
+        says what follows from it. Returns the metrics of the update.
         """
         fleet = self.fleet
         await fleet.connect()
@@ -1047,8 +1045,7 @@ class Engines:
         sends = [trainer.send_weights.remote(verify) for trainer in self.cluster.trainers]
         updates = {engine: engine.update_weights.remote(version, verify) for engine in fleet.alive}
         measured = await fleet.exchange(sends, updates)
-        gaps = await fleet.gaps() if verify else []
-        return measured, gaps
+        return measured | await fleet.compare(version, verify)
 
     def verifies(self, version: int) -> bool:
         """Returns whether the update is verified, because an engine is new or a check is due."""

@@ -154,7 +154,7 @@ class EngineSettings:
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """vLLM's engine arguments by name, merged last into the run's own."""
     verify_sync_every: NonNegativeInt = 0
-    """Verify the weights of all engines every N steps; 0: only each new engine's weights."""
+    """Verify all engines' weights every N steps; 0: only new ones'. All are probed in any case."""
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -246,6 +246,7 @@ def metric_keys() -> set[str]:
         ("policy/logprobs.py", "take"),
         ("policy/megatron/policy.py", "_replayed"),
         (MAIN, "sync"),
+        ("runtime/engines/fleet.py", "compare"),
         ("runtime/engines/stat_logger.py", "take"),
         ("runtime/reporting/speed.py", "of"),
         (MAIN, "train_step"),

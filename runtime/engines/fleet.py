@@ -59,11 +59,17 @@ class Engine:
     state: State = State.STARTING
     groups: int = 0  # number of groups that it works on
     unanswered: bool = False  # a health check is pending, so it may hang
+    doubts: int = 0  # updates after which a probe asks it again, because its scores were wrong
 
     @property
     def place(self) -> tuple[int, int]:
         """The sort key of `Fleet.serving`: the least busy engine is first."""
         return self.groups, self.number
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has started, but has not served yet, or not since an update was cut off."""
+        return self.state is State.FRESH
 
 
 class Received(NamedTuple):
@@ -275,10 +281,21 @@ class Fleet:
         finally:
             self.free_since = time.monotonic()
 
-    async def gaps(self) -> list[float]:
-        """Returns how many nats the logprobs of new engines, or of all, are from the trainer's."""
-        with self.occupying():  # their first answers may wait until kernels are compiled
-            return await self.probe.gaps(self.fresh or self.alive)
+    async def compare(self, version: int, verify: bool) -> dict[str, float]:
+        """Compares all engines with the trainer if a probe is due; returns its metric.
+
+        Raises EnginesError naming engines that must be replaced, or RunError if no new engine can
+        help.
+        """
+        engines = [self.engines[made] for made in self.alive]
+        if not verify and not self.probe.is_due(version, engines):
+            return {}
+        # The first answers of a new engine may wait until kernels are compiled.
+        compiling = any(engine.is_new for engine in engines)
+        with self.occupying() if compiling else contextlib.nullcontext():
+            gaps = await self.probe.gaps(engines)
+        self.probe.judge(version, gaps)
+        return {"probe_gap": max(gaps.values())} if gaps else {}
 
     async def watch(self, engine: "ActorHandle") -> None:
         """Checks an engine's health from time to time, to notice its death even if it is idle."""

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from core import waits
-from core.errors import in_one_line
+from core.errors import RunError, in_one_line
 from core.waits import answer, together, unless_stopped, within
 from policy.sync.weight_sync import CutOff, Sender
 from runtime.reporting.console import phase
@@ -138,9 +138,10 @@ async def discard_dead(fleet: "Fleet", error: Exception, discarded: int) -> None
 
     If it names no engine, and no more have been lost than `discarded`, the number before the
     update, all are suspect. Re-raises the error if restarting an engine cannot fix it: no update
-    has ever worked, or a send still runs. Raises TimeoutError if a trainer rank hangs.
+    has ever worked, a send still runs, or it is a RunError. Raises TimeoutError if a trainer rank
+    hangs.
     """
-    if not fleet.worked:
+    if not fleet.worked or isinstance(error, RunError):
         raise error
     await ask(fleet, fleet.cluster.trainers, os.getpid)
     if not all(send.done() for send in fleet.sent):

@@ -16,7 +16,7 @@ from policy import WeightMeta
 from policy.sync.weight_sync import CutOff, Sender
 from runtime.engines import fleet, repair
 from runtime.engines.fleet import Engine, Received, State
-from runtime.engines.probe import PROMPTS
+from runtime.engines.probe import EVERY, PROMPTS
 from runtime.processes.placement import Places
 from support.actors import Actor, Answer
 from support.configs import changed
@@ -49,7 +49,9 @@ class House:
         handle.remote = self.make
         monkeypatch.setattr(fleet, "actor", lambda *args, **options: handle)
         monkeypatch.setattr(fleet, "kill", self.killed.append)
-        self.trainer = Actor(open_sync_group=MEETING, send_weights=0, probe_gaps=[0.0])
+        self.gap = 0.0  # of every answer to a probe but those of `liars`
+        self.liars = []
+        self.trainer = Actor(open_sync_group=MEETING, send_weights=0, probe_gaps=self.gaps)
         self.cfg = changed(Config(), count=count, **fields)
         parts = {"trainers": [self.trainer], "senders": [self.trainer]}
         parts |= {"metas": [WeightMeta("w", (1,), dtype)], "places": Places([], [""] * count, [""])}
@@ -88,6 +90,15 @@ class House:
     def worlds(self) -> list[int]:
         """The sizes of the process groups that were made."""
         return [world for *_, world in self.trainer.called("join_sync_group")]
+
+    def gaps(self, answers) -> list[float]:
+        """What the trainer finds: the turns of a liar name it."""
+        return [0.5 if turns[0] in self.liars else self.gap for turns in answers]
+
+    def lie(self, engine) -> None:
+        """From now on an engine's scores are wrong."""
+        engine.answers["generate"] = [engine]
+        self.liars.append(engine)
 
     def lose(self, engine) -> None:
         """An engine dies: nothing of it answers any more."""
@@ -288,7 +299,8 @@ async def test_an_update_waits_where_nobody_is_left(house):
     assert not update.done() and not home.fleet.of(State.SERVING)
     waiting = asyncio.create_task(home.leased())
     home.made[1].answers["start"].give(None)
-    assert await asyncio.wait_for(update, 5) == PHASES | {"engines": 1}
+    expected = PHASES | {"probe_gap": 0.0, "engines": 1}
+    assert await asyncio.wait_for(update, 5) == expected
     assert await asyncio.wait_for(waiting, 5) is home.made[1]
 
 
@@ -577,8 +589,8 @@ async def test_a_replacement_that_is_lost_before_it_was_synced_harms_nobody(hous
     ("answers", "message"),
     [
         ({"send_weights": 1}, "an engine received weights that differ from those sent"),
-        ({"probe_gaps": [0.0, 0.5]}, "the engines' scores differ from the trainer's at"),
-        ({"probe_gaps": [0.0, math.nan]}, "the engines' scores differ from the trainer's at"),
+        ({"probe_gaps": [0.0, 0.5]}, "the scores of 1 of 2 engines differ from the trainer's at"),
+        ({"probe_gaps": [0.5, math.nan]}, "the scores of 2 of 2 engines differ from the trainer's"),
     ],
 )
 async def test_the_first_update_of_all_must_work(house, answers, message):
@@ -686,15 +698,68 @@ async def test_an_engine_that_starts_too_slowly_is_named(house):
 # --- the probe of new engines ---------------------------------------------------------------------
 
 
-async def test_new_engines_answer_a_probe(house):
+async def test_new_engines_answer_a_probe_and_so_do_the_others_then(house):
     home = await house(2, seed=7).open()
     asked = [engine.called("generate") for engine in home.made]
     assert [len(calls) for calls in asked] == [PROMPTS, PROMPTS]
     assert home.trainer.called("probe_gaps") == [[[["turn"] * PROMPTS] * 2]]
+    assert "probe_gap" not in await home.engines.sync(1)
     home.lose(home.made[0])
     await repair.replace(home.fleet)
-    await home.engines.sync(1)
-    assert [len(e.called("generate")) for e in home.made] == [PROMPTS] * 3
+    home.gap = 1e-6
+    assert (await home.engines.sync(2))["probe_gap"] == 1e-6
+    assert [len(e.called("generate")) for e in home.made] == [PROMPTS, 2 * PROMPTS, PROMPTS]
+
+
+async def test_engines_answer_a_probe_every_so_many_updates_that_are_not_verified(house):
+    """What an engine does in verified updates alone would tell nothing of the others."""
+    home = await house(1).open()
+    probed = [v for v in range(1, 2 * EVERY + 2) if "probe_gap" in await home.engines.sync(v)]
+    assert probed == [EVERY, 2 * EVERY]
+    sent = home.made[0].called("update_weights")
+    assert [version for version, verify in sent if verify] == [0]
+
+
+async def test_an_engine_that_lies_is_replaced_and_the_run_goes_on(house):
+    home = await house(2).open()
+    liar, well = home.made
+    home.lie(liar)
+    for version in range(1, EVERY + 1):
+        await home.engines.sync(version)
+    assert home.fleet.of(State.SERVING) == [liar, well]
+    await home.engines.sync(EVERY + 1)
+    assert home.killed == [liar] and home.updates(well)[-2:] == [EVERY + 1, EVERY + 1]
+    assert "the scores of 1 of 2 engines differ" in str(home.fleet.error)
+    await repair.started(home.fleet)
+    assert (await home.engines.sync(EVERY + 2))["engines"] == 2
+
+
+@pytest.mark.parametrize(("gap", "guilty"), [(0.5, "trainer is"), (0.0, "engines are")])
+async def test_all_engines_are_replaced_once_to_learn_who_is_wrong(house, gap, guilty):
+    home = await house(2).open()
+    home.lie(home.made[0])
+    home.lie(home.made[1])
+    home.gap = gap
+    await home.engines.sync(EVERY)
+    with pytest.raises(RunError, match=f"the {guilty} at fault: the scores of 2 of 2 engines"):
+        await home.engines.sync(EVERY + 1)
+    assert home.killed == home.made[:2] and len(home.made) == 4
+    assert len(home.fleet.repairs) == 1
+
+
+async def test_a_hung_engine_is_found_while_it_is_probed(house):
+    """Its health is asked for as ever, long before the deadline of a probe."""
+    home = await house(2, answer=0.05, timeouts={"sync": 60}).open()
+    hung, well = home.made
+    asked = Answer(...)
+    hung.answers |= {"generate": lambda _: asked, "check_health": hangs}
+    home.slow = True
+    update = asyncio.create_task(home.engines.sync(EVERY))
+    await asyncio.sleep(0.01)
+    assert not await home.fleet.is_alive(hung)
+    asked.give(RuntimeError("it was killed"))
+    await asyncio.wait_for(update, 5)
+    assert home.killed == [hung] and home.fleet.of(State.SERVING) == [well]
 
 
 async def test_an_update_reports_how_long_the_engines_had_no_request(house):
