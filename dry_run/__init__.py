@@ -19,6 +19,7 @@ from policy.gpus import GIB, Gpu, planned
 from policy.model_shape import Model
 from prep import check
 from rollout import preference_rows
+from runtime.engines.probe import EVERY
 from runtime.processes import placement
 from runtime.startup.model_checks import lacking
 from runtime.startup.preflight import check_arguments
@@ -355,6 +356,7 @@ def step_rows(model: Model, cfg: RunSettings, gpu: Gpu) -> list[str]:
         row("training", f"{training:,.2f}", note),
         row("longest rollout", f"{longest:,.2f}", f"{alone}; {least} at least"),
         *update_rows(model, cfg, gpu),
+        probe_row(model, cfg, gpu),
         row("= step", f"{pace.step_seconds(model, cfg, gpu):,.2f}", f"bound by {binds}"),
         balance_row(model, cfg, gpu),
     ]
@@ -382,6 +384,13 @@ def update_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         what = f"GB that rank 0 receives in {messages:,} messages; not in the step"
         rows.append(row("gathered for it", f"{gathered / 1e9:,.1f}", what))
     return rows
+
+
+def probe_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:
+    """Formats the seconds of a probe, and the share of the steps that its waits make up."""
+    seconds = pace.probe_seconds(model, cfg, gpu)
+    share = seconds / (EVERY * pace.step_seconds(model, cfg, gpu))
+    return row("probe", f"{seconds:,.2f}", f"every {EVERY} steps: {share:.2%}; not in the step")
 
 
 def balance_row(model: Model, cfg: RunSettings, gpu: Gpu) -> str:

@@ -14,6 +14,7 @@ from policy import gpu_memory
 from policy.gpus import Gpu
 from policy.model_shape import Model
 from policy.sync.weight_sync import BUCKET_BYTES
+from runtime.engines.probe import ANSWER, LENGTH, PROMPTS
 from runtime.processes.placement import Node, gpus, node_mates, plan
 from settings.config import PairSettings, RunSettings
 from settings.distillation import TeacherSettings
@@ -185,6 +186,21 @@ def sent_bytes(model: Model, cfg: "TrainingSettings") -> float:
     if not cfg.policy.lora_rank:
         return 2 * model.params
     return 4 * gpu_memory.trained(model, cfg) + 16 * (sum(model.linear.values()) + 2 * model.vocab)
+
+
+def probe_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
+    """Returns the seconds in which all engines answer a probe, and the trainers score it.
+
+    The engines go on with their other sequences. Each replica of the policy scores all answers.
+    """
+    batch = batch_size(model, cfg, gpu) + PROMPTS
+    context = MEAN_SHARE * response_limit(cfg) / 2
+    token = decode_seconds(model, cfg.engine.tensor_parallel, batch, context, gpu)
+    length = LENGTH + ANSWER
+    scored = cfg.engine.count * PROMPTS * length
+    flops = model.flops(scored, scored * length / 2, 1, False)
+    ranks = cfg.policy.ranks / cfg.policy.replicas
+    return ANSWER * token + flops / (ranks * MFU * gpu.flops)
 
 
 class Traffic(NamedTuple):

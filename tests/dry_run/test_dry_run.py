@@ -21,6 +21,7 @@ from policy import fsdp, gpu_memory, logprobs
 from policy.gpus import GIB, H100, Gpu, planned
 from policy.model_shape import Model, read_model
 from prep.check import Summary
+from runtime.engines.probe import EVERY
 from runtime.processes import placement, trainer_rank
 from runtime.processes.trainer_rank import Rank
 from settings import reader
@@ -443,6 +444,22 @@ def test_what_an_update_is_made_of(tmp_path):
     assert "GB that rank 0 receives in 840 messages; not in the step" in text
 
 
+def test_a_probe_takes_less_than_a_two_hundredth_of_a_step(tmp_path):
+    """Engines write 32 tokens more; 32 of 256 ranks score 144 x 8 answers of 48 tokens at once."""
+    cfg = read("rlvr1", shapes.write("models/super_sft", tmp_path))
+    model, gpu = read_model(cfg.model), planned(cfg.command.gpu)
+    batch = pace.batch_size(model, cfg, gpu) + 8
+    written = 32 * pace.decode_seconds(model, 4, batch, 8192, gpu)
+    scored = model.flops(144 * 8 * 48, 144 * 8 * 48 * 24, 1, False) / (32 * pace.MFU * gpu.flops)
+    seconds = pace.probe_seconds(model, cfg, gpu)
+    assert seconds == pytest.approx(written + scored)
+    share = seconds / (EVERY * pace.step_seconds(model, cfg, gpu))
+    assert share < 0.005
+    text = dry_run.explain(cfg, Config)
+    assert cell(text, "probe") == f"{seconds:.2f}"
+    assert f"  every {EVERY} steps: {share:.2%}; not in the step\n" in text
+
+
 test_an_update_uses_the_cards_that_the_poorest_node_has = gives(
     lambda fields: pace.networks(changed(Config(), **fields)),
     ({"count": 144, "tensor_parallel": 8, "ranks": 256}, 8),
@@ -763,7 +780,7 @@ def test_the_table_of_a_megatron_layout(folder):
     layout = {"kind": "megatron", "ranks": 16, "tp": 2, "cp": 2, "pp": 2, "ep": 4}
     cfg = changed(Config(model=path), count=16, **layout)
     text = dry_run.explain(cfg, Config)
-    assert len(text.splitlines()) <= 54 and max(map(len, text.splitlines())) <= 100
+    assert len(text.splitlines()) <= 55 and max(map(len, text.splitlines())) <= 100
     shape = megatron_sizes.read_shape(cfg.model, cfg.policy)
     states = megatron_sizes.state_bytes(shape, cfg, 0)
     assert "GiB: stage 1 of 2, 2 replicas" in text  # the first keeps two rows
