@@ -230,7 +230,7 @@ def test_a_failed_run_ends_with_one_sentence_and_prints_no_traceback(tmp_path):
     script.write_text(FAILS)
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
-    done = ran(sys.executable, script, tmp_path / "run", env=env)
+    done = ran(sys.executable, script, tmp_path / "run", env=env, seconds=300)
     told = done.stdout + done.stderr
     assert done.returncode == 1 and "Traceback" not in told, told
     logs = tmp_path / "run/logs"
