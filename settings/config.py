@@ -303,11 +303,6 @@ class CommonSettings:
         """Forward passes over a batch in addition to the one that trains, for --dry_run."""
         return 0
 
-    @property
-    def updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.steps
-
 
 class BatchSize:
     """Settings that each program with rollouts declares in its Config with its own defaults."""
@@ -346,6 +341,11 @@ class RunSettings(CommonSettings, BatchSize):
     """Temperature, lengths and the chat template."""
     services: Services = dataclasses.field(default_factory=Services)
     """Parsers, sandboxes, judges and other services of environments."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps
 
     @property
     def writes_to(self) -> str:
@@ -394,6 +394,11 @@ class PairSettings(CommonSettings):
     """The network, its optimizer and its layout."""
     timeouts: PairTimeouts = dataclasses.field(default_factory=PairTimeouts)
     """Deadlines of all waits."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps
 
     @property
     def writes_to(self) -> str:

@@ -209,7 +209,9 @@ def check_text(name: str, value: str) -> None:
 def with_drafter(args: dict[str, Any], weights: bool) -> dict[str, Any]:
     """Returns vLLM's arguments with the absolute path of the folder that a drafter is read from."""
     drafts = args.get("speculative_config")
-    model = drafts.get("model") if isinstance(drafts, dict) else None
+    if not isinstance(drafts, dict):
+        return args
+    model = drafts.get("model")
     if not isinstance(model, str) or is_class(model):
         return args
     if not os.path.isdir(model) and "/" not in model:  # a method, such as ngram

@@ -51,7 +51,7 @@ class Argument(NamedTuple):
 
     annotation: str
     kind: Any  # the annotated type; Any if it is one of the library's own
-    bounds: dict[str, float]  # limits of the value, such as {"gt": 0}
+    bounds: dict[str, Any]  # limits of the value, such as {"gt": 0}
 
 
 DRAFTS = "engine.args['speculative_config']"
@@ -266,8 +266,9 @@ def literals(source: ast.Module) -> dict[str, Any]:
 
 def bounds_of(line: ast.AnnAssign) -> dict[str, float]:
     """Returns the limits in an argument's default, such as `Field(default=None, gt=0)`."""
-    found = {}
+    found: dict[str, float] = {}
     for word in getattr(line.value, "keywords", ()):
-        if word.arg in ("gt", "ge", "lt", "le") and isinstance(word.value, ast.Constant):
-            found[word.arg] = word.value.value
+        value = getattr(word.value, "value", None)  # of a constant
+        if word.arg in ("gt", "ge", "lt", "le") and isinstance(value, int | float):
+            found[word.arg] = value
     return found
