@@ -387,12 +387,12 @@ KILLS = int(os.environ.get("GRPO_KILLS", 1))
 
 @pytest.fixture
 def calm(make, tmp_path) -> Program:
-    """A finished run that nothing disturbed."""
+    """A finished run that nothing disturbed, started as the page says."""
     val = write_rows(tmp_path / "val.jsonl", word_pairs(6, seed=1))
     fields = {"steps": 2 + KILLS, "save_period": 1, "keep_last": 99, "val_period": 2}
     fields |= {"data": {"val": val}, "row_tokens": 128}
-    cfg = make(run_dir=str(tmp_path / "calm"), **fields)
-    program = Program(cfg, script="dpo.py")
+    cfg = make(run_dir=str(tmp_path / "calm_dpo"), **fields)
+    program = Program(cfg, script="launch/local.sh")
     program.cfg = cfg
     return program.succeeds()
 

@@ -6,10 +6,8 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import defaultdict
 from functools import partial
@@ -35,28 +33,23 @@ from runtime.reporting.log import Log
 from runtime.rollouts import dispatch
 from runtime.rollouts.dispatch import Slot
 from settings.config import Sampling, Timeouts
+from support import forks
 from support.actors import Actor
 from support.configs import changed
 from support.program import ROOT, Program, ran
 from support.samples import asking
 
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "data", "tests", "bench")
+FORKING_PAGES = ("forking", "variants", "dpo", "mopd")
 WORDS = "strawberry banana committee possessed mississippi"
 
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory) -> Path:
     """A scratch copy of the repository with all forks in it, made by the documented commands."""
-    folder = tmp_path_factory.mktemp("fork") / "repo"
-    shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
-    guide = (ROOT / "docs/forking.md").read_text() + (ROOT / "docs/dpo.md").read_text()
-    guide += (ROOT / "docs/mopd.md").read_text()
-    commands = re.findall(r"^(?:cp|git apply) .*", guide, re.M)
+    folder = forks.copied(tmp_path_factory.mktemp("fork") / "repo")
+    commands = forks.commands("forking", "dpo", "mopd")
     assert len(commands) == 11
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    for command in commands:
-        done = ran(*command.split(), root=folder, env=env)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    forks.run_in(folder, *commands)
     return folder
 
 
@@ -1084,49 +1077,106 @@ def test_the_environment_of_one_turn_works_as_it_stands_in_the_guide(tmp_path, m
 # --- together, through the command line -----------------------------------------------------------
 
 
+def launched(fork: Path, name: str, base, val_samples: int, lowest: float = -1.0) -> Program:
+    """A fork after three steps with `launch/local.sh`, validated at its start and its end.
+
+    Episodes of the validation rows have two sequences, and rewards from `lowest` on.
+    """
+    val = Path(base.run_dir).with_name("val.jsonl")
+    data = {"val": write_rows(val, forks.forgetful_rows(2, lowest=lowest))}
+    cfg = changed(base, data=data | {"val_samples": val_samples}, steps=3, val_period=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_PROGRAM", f"{name}.py")
+        program = Program(cfg, script="launch/local.sh", root=fork)
+    program.succeeds(240)
+    steps = program.steps()
+    assert [m["step"] for m in steps] == [1, 2, 3]
+    assert all(np.isfinite(m["loss"]) and np.isfinite(m["grad_norm"]) for m in steps)
+    assert max(m["grad_norm"] for m in steps) > 0
+    lines = program.lines("rollouts.jsonl")
+    assert sum(line["evaluation"] is not None for line in lines) == 2 * 2 * val_samples
+    assert all(len(line["response"]) == 2 for line in lines if line["env"] == "forgetful")
+    assert any(line["reward"] < 0 for line in lines) == (lowest < 0)
+    return program
+
+
 @pytest.mark.e2e
 def test_a_forked_trainer_trains_on_the_new_environment(fork, tiny_model, tmp_path, monkeypatch):
-    """Two steps with real Ray and vLLM, of OPO's advantages with DAPO's refilling on top.
+    """OPO's advantages, with DAPO's refilling and GSPO's ratio on top, of two environments.
 
     Advantages add up to zero over the tokens of each group, and no trained group agrees.
     """
-    diff = (ROOT / "docs/forks/dapo_refill.diff").read_text().replace("dapo_refill.py", "both.py")
     shutil.copy(fork / "my_grpo.py", fork / "both.py")
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(fork.parent)}
-    subprocess.run(["git", "apply"], input=diff, text=True, cwd=fork, env=env, check=True)
+    diffs = ("dapo_refill", "gspo")
+    forks.run_in(fork, *(f"patch both.py docs/forks/{name}.diff" for name in diffs))
     rows = []
     for word in WORDS.split():
         for letter in sorted(set(word)):
             asked = asking(f"How many {letter} are in {word}?", word=word, letter=letter)
             rows.append(asked | {"agent_ref": example_row()["agent_ref"]})
+    pairs = zip(rows, forks.forgetful_rows(len(rows)), strict=True)
     base = make_config(tiny_model, tmp_path, load(fork, "both", monkeypatch).Config)
-    data = {"train": write_rows(tmp_path / "letters.jsonl", rows * 7)}  # no line comes twice
-    sizes = {"group_size": 8, "max_gen_batches": 20, "skip_zero_advantage": False}
-    sizes |= {"max_model_len": 320, "max_response_tokens": 64, "row_tokens": 320}
-    cfg = changed(base, steps=2, data=data, **sizes)
-    program = Program(cfg, script="both.py", root=fork)
-    assert program.ends(240) == 0, program.told()[-3000:]
-
+    data = {"train": write_rows(tmp_path / "mixed.jsonl", itertools.chain(*pairs))}
+    sizes = {"max_model_len": 192, "max_response_tokens": 24, "row_tokens": 192}
+    of_gspo = {"reduction": "sequence", "ratio_clip": (3e-4, 4e-4), "updates_per_batch": 2}
+    base = changed(base, data=data, max_gen_batches=20, **sizes, **of_gspo)
+    program = launched(fork, "both", base, val_samples=3)
     steps = program.steps()
-    assert [m["step"] for m in steps] == [1, 2]
-    assert all(np.isfinite(m["loss"]) for m in steps) and steps[-1]["grad_norm"] > 0
     assert abs(steps[0]["token_mult_prob_error"] - 1) < 1e-5
-    assert [m["zero_variance_groups"] for m in steps] == [0, 0]
+    assert [m["zero_variance_groups"] for m in steps] == [0, 0, 0]
+    assert min(m["probs_ratio_min"] for m in steps) < 1, "the second update has another ratio"
 
-    lines = program.lines("rollouts.jsonl")
-    assert {line["env"] for line in lines} == {"count_letters"}
-    assert {len(line["response"]) for line in lines} == {1, 2}, "some answers got a second try"
+    lines = [line for line in program.lines("rollouts.jsonl") if line["evaluation"] is None]
+    assert {line["env"] for line in lines} == {"count_letters", "forgetful"}
+    counted = {len(line["response"]) for line in lines if line["env"] == "count_letters"}
+    assert counted == {1, 2}, "some answers got a second try"
     groups = defaultdict(list)
     for line in lines:
         tokens = sum(count for _, count in line["versions"])
         groups[line["slot"], line["row"]].append(tokens * line["advantage"])
-    assert all(len(group) == 8 and abs(sum(group)) < 1e-3 for group in groups.values())
+    assert all(len(group) == 4 and abs(sum(group)) < 1e-3 for group in groups.values())
     trained = [slot for (slot, _), group in groups.items() if any(group)]
-    assert sorted(trained) == list(range(8))
+    assert sorted(trained) == list(range(12))
     dropped = program.lines("dropped.jsonl")
     given_up = [(line["slot"], int(line["row"].split(":")[1])) for line in dropped]
     assert sorted(given_up) == sorted(at for at, group in groups.items() if not any(group))
     assert given_up and sum(m["agreed_groups"] for m in steps) == len(given_up)
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.parametrize(("i", "title"), [*enumerate([*DIFFS, *GUIDED])])
+def test_each_fork_trains_through_the_launcher(fork, tiny_model, tmp_path, monkeypatch, i, title):
+    """Episodes of two sequences, rewards below zero, and validation of 1, 2 or 3 answers."""
+    text, name = DIFFS.get(title, ("", title))
+    if text:
+        forks.run_in(fork, f"cp grpo_async.py {name}.py", f"git apply docs/forks/{name}.diff")
+    lowest = 0.0 if title == "MaxRL" else -1.0  # it refuses rewards below zero
+    train = write_rows(tmp_path / "forgetful.jsonl", forks.forgetful_rows(64, lowest=lowest))
+    base = make_config(tiny_model, tmp_path, load(fork, name, monkeypatch).Config)
+    base = changed(base, data={"train": train}, **settings_in(text))
+    if title == "Prompts of some difficulty":
+        base = changed(base, band=(-1.0, 1.0))
+    launched(fork, name, base, val_samples=1 + i % 3, lowest=lowest)
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_each_command_of_the_pages_trains_a_tiny_model(fork):
+    """As the pages write them, for three steps; the models are made first, in minutes."""
+    forks.run_in(fork, "cp grpo_async.py gspo.py", "git apply docs/forks/gspo.diff")
+    for script in ("make_tiny_mopd", "make_tiny_tools"):
+        ran(fork / ".venv/bin/python", f"launch/{script}.py", root=fork, seconds=900)
+    pages = "".join((ROOT / f"docs/{page}.md").read_text() for page in FORKING_PAGES)
+    found = re.findall(r"^(\.venv/bin/python \w+\.py --config configs/tiny.*)", pages, re.M)
+    found += re.findall(r"`(GRPO_PROGRAM=\S+ bash launch/local.sh configs/tiny.*)`", pages)
+    assert len(found) == 6
+    for n, command in enumerate(found):
+        flags = f"--run_dir runs/{n} --steps 3 --val_period 0"
+        done = ran("bash", "-c", f"{command} {flags}", root=fork, seconds=300)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        lines = (fork / f"runs/{n}/metrics.jsonl").read_text().splitlines()
+        assert sum("grad_norm" in json.loads(line) for line in lines) == 3, command
 
 
 # --- prompts of some difficulty ------------------------------------------------------------------

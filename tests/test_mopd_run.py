@@ -2,10 +2,8 @@
 
 import dataclasses
 import os
-import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from test_docs import first_cells
 from test_resume import contents, timeless
 
 from mopd import Config
+from support import forks
 from support.configs import changed
 from support.program import ROOT, Program, end
 
@@ -151,19 +150,25 @@ def test_a_run_goes_on_whatever_dies_and_its_resume_is_exact(taught, tmp_path, m
     assert not program.lines("dropped.jsonl")
 
 
-def test_the_fork_over_the_likeliest_tokens_trains(taught, tmp_path):
-    """The commands of the page, in a copy; its KL falls."""
-    root = tmp_path / "repo"
-    hidden = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "data", "tests", "bench")
-    shutil.copytree(ROOT, root, ignore=hidden)
-    page = (ROOT / "docs/mopd.md").read_text()
-    for command in re.findall(r"^(?:cp|git apply) .*", page, re.M):
-        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
-        subprocess.run(command.split(), cwd=root, env=env, check=True)
-    fields = {"prompts_per_step": 16, "policy": {"lr": 3e-4, "warmup_lr": 3e-4}, "steps": 6}
-    cfg = taught(tmp_path / "run", **fields)
-    kl = [m["topk_kl"] for m in Program(cfg, script="topk_kl.py", root=root).succeeds().steps()]
-    assert kl[-1] < 0.8 * kl[0] and kl[0] > 0.1
+def test_the_fork_over_the_likeliest_tokens_trains(taught, tmp_path, monkeypatch):
+    """By the page's commands, with more tokens than the vocabulary has; its KL falls.
+
+    Half of the prompts have episodes of two sequences, with rewards below zero.
+    """
+    root = forks.copied(tmp_path / "repo")
+    forks.run_in(root, *forks.commands("mopd"))
+    pairs = zip(spelling_rows(24), forks.forgetful_rows(24), strict=True)
+    data = {"train": write_rows(tmp_path / "mixed.jsonl", [row for pair in pairs for row in pair])}
+    data |= {"val": write_rows(tmp_path / "val.jsonl", forks.forgetful_rows(2)), "val_samples": 2}
+    fields = {"prompts_per_step": 16, "policy": {"lr": 1e-3, "warmup_lr": 1e-3}, "steps": 3}
+    cfg = taught(tmp_path / "run", data=data, default_teacher="a", val_period=3, **fields)
+    monkeypatch.setenv("GRPO_PROGRAM", "topk_kl.py")
+    program = Program(cfg, "--loss.top_k", "128", script="launch/local.sh", root=root).succeeds()
+    kl = [m["topk_kl"] for m in program.steps()]
+    assert len(kl) == 3 and kl[-1] < 0.9 * kl[0] and kl[0] > 0.1
+    lines = program.lines("rollouts.jsonl")
+    assert sum(line["evaluation"] is not None for line in lines) == 2 * 2 * 2
+    assert min(line["reward"] for line in lines) < 0
 
 
 @pytest.mark.long

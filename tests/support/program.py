@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Program:
-    """`python grpo_async.py --config ... [flags]`; `script` may stand for grpo_async.py."""
+    """`python grpo_async.py --config ... [flags]`; `script` may stand for grpo_async.py.
+
+    A script of the shell is called as the pages call it: `bash launch/local.sh CONFIG [flags]`.
+    """
 
     def __init__(self, cfg, *flags: str, script: str = "grpo_async.py", root: Path = ROOT):
         self.folder = Path(cfg.run_dir)
@@ -27,6 +30,8 @@ class Program:
         text = "".join(f"{name} = {value!r}\n" for name, value in values.items())
         config.write_text(re.sub(r"(?<=[ (-])inf(?=[,)}])", "float('inf')", text))
         command = [sys.executable, script, "--config", str(config), *flags]
+        if script.endswith(".sh"):
+            command = ["bash", script, str(config), *flags]
         self.output = open(self.folder.with_suffix(".out"), "a+")  # noqa: SIM115
         self.started = time.time()
         how = {"cwd": root, "env": os.environ | {"PYTHONFAULTHANDLER": "1"}}
