@@ -176,8 +176,8 @@ class Checkpoints:
         folder = Path(self.cfg.run_dir, "samples")
         if self.has_samples and not folder.exists():
             tqdm.write(f"{folder} was deleted: the samples of earlier steps are lost")
-        self.has_samples = True
         await self.write_groups(f"{folder}/step_{step:06d}.npz", groups, scores)
+        self.has_samples = True  # not before: the next step's samples may overtake the first ones
 
     async def read_groups(self, path: str, count: int) -> list[Group]:
         """Reads what `write_groups` wrote: `count` groups, their samples by reference."""

@@ -320,6 +320,25 @@ async def test_a_folder_of_samples_that_is_deleted_is_noticed(tmp_path, capsys):
     assert capsys.readouterr().out == told
 
 
+async def test_samples_that_are_still_being_written_were_not_deleted(tmp_path, capsys):
+    """A busy machine may need several steps for the first file."""
+    saver = save.Checkpoints(ask(tmp_path), None, ROWS)
+    may_write = asyncio.Event()
+
+    async def write(path: str, *_) -> None:
+        await may_write.wait()
+        Path(path).parent.mkdir(exist_ok=True)
+
+    saver.write_groups = write
+    async with asyncio.TaskGroup() as tasks:
+        for step in (1, 2, 3):
+            tasks.create_task(saver.write_samples(step, []))
+            await asyncio.sleep(0)
+        may_write.set()
+    await saver.write_samples(4, [])
+    assert capsys.readouterr().out == ""
+
+
 STATE = {"version": 2, "ready": [], "config": {"prompts_per_step": 1, "max_lag": 1}}
 STATE |= {"progress": {"next_slot": 2, "next_prompt": 2, "in_flight": {}}}
 
