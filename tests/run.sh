@@ -72,8 +72,7 @@ beside=$!
 trap 'kill $beside 2>/dev/null || cat "$types"; rm "$types"' EXIT
 failed=0
 [ -z "${GRPO_SHUFFLE:-}" ] || chosen+=(-p randomly) # the end of the run prints the seed
-# Tests wait for processes and deadlines for a third of their time.
-at_once=$(($(nproc) > 3 ? $(nproc) - 1 : $(nproc) + 1))
+at_once=$(($(nproc) > 3 ? $(nproc) - 1 : 2))  # most of an end-to-end test is starting processes
 .venv/bin/python -m pytest -n $at_once --dist loadgroup --no-loadscope-reorder --durations 10 \
     "${chosen[@]}" || failed=$?
 wait $beside || failed=$?
