@@ -474,7 +474,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("config: True for a count", ""),
     ("command: evaluation without a checkpoint", ""),
     ("model: an unknown tool parser", " transformers"),
-    ("data: a top_p of its own", " transformers"),
+    ("data: a temperature of its own", " transformers"),
 ])  # fmt: skip
 def test_the_program_ends_within_seconds_of_its_start(name, loaded, tmp_path, tiny_model):
     """Imports included, of what has to be asked alone; Ray makes no folder of its own."""

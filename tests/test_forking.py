@@ -1088,7 +1088,7 @@ def launched(fork: Path, name: str, base, val_samples: int, lowest: float = -1.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_PROGRAM", f"{name}.py")
         program = Program(cfg, script="launch/local.sh", root=fork)
-    program.succeeds(240)
+    program.succeeds()
     steps = program.steps()
     assert [m["step"] for m in steps] == [1, 2, 3]
     assert all(np.isfinite(m["loss"]) and np.isfinite(m["grad_norm"]) for m in steps)

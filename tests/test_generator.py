@@ -219,7 +219,7 @@ def step_on(policy, samples, advantages) -> None:
 def synchronous(tiny_model, tmp_path_factory) -> Program:
     """The whole program at max_lag = 0, which has ended; before `pair` changes the variables."""
     cfg = changed(make_config(tiny_model, tmp_path_factory.mktemp("synchronous")), max_lag=0)
-    return Program(cfg).succeeds(240)
+    return Program(cfg).succeeds()
 
 
 def test_lag_zero_is_synchronous_grpo_step_for_step(synchronous, pair):

@@ -66,7 +66,7 @@ def finished(taught, tmp_path_factory):
     fields = {"steps": 6, "save_period": 6, "sample_period": 1, "prompts_per_step": 16}
     fields["policy"] = {"lr": 3e-4, "warmup_lr": 3e-4}
     cfg = taught(tmp_path_factory.mktemp("mopd"), **fields)
-    return run(cfg).succeeds(240), cfg
+    return run(cfg).succeeds(), cfg
 
 
 @pytest.mark.smoke
@@ -177,7 +177,7 @@ def test_two_teachers_of_other_layouts_teach_a_megatron_student(taught, tmp_path
     tp = {"kind": "megatron", "ranks": 2, "tp": 2}
     layouts = {"a": tp, "b": {"kind": "fsdp", "ranks": 2}}
     cfg = taught(tmp_path / "run", policy={"kind": "megatron"}, teacher_layouts=layouts, steps=2)
-    program = run(cfg).succeeds(300)
+    program = run(cfg).succeeds()
     assert "is lost" not in program.told()
     plain = run(taught(tmp_path / "plain", steps=2)).succeeds()
     first, same = program.steps()[0], plain.steps()[0]

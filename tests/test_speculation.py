@@ -69,7 +69,7 @@ def test_a_run_drafts_and_says_how_often_drafts_are_accepted(tiny_model, tmp_pat
     drafts = {"method": "draft_model", "model": tiny_model, "num_speculative_tokens": 2}
     args = {"max_num_seqs": 16, "speculative_config": drafts}
     cfg = changed(make_config(tiny_model, tmp_path), max_lag=0, engine={"args": args})
-    run = Program(cfg).succeeds(240)
+    run = Program(cfg).succeeds()
     assert "note: no update trains the drafter" in run.told()
     steps = run.steps()
     trained = [step["token_mult_prob_error"] for step in steps if step["num_valid_samples"]]

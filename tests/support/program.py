@@ -45,7 +45,7 @@ class Program:
         self.output.seek(0)
         return self.output.read()
 
-    def wait_until(self, holds: Callable[[], bool], seconds: float = 180) -> float:
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 420) -> float:
         """Waits for a condition while the program runs; returns the seconds that it took."""
         began = time.monotonic()
         while not holds():
@@ -54,7 +54,7 @@ class Program:
             time.sleep(0.05)
         return time.monotonic() - began
 
-    def ends(self, seconds: float = 180) -> int:
+    def ends(self, seconds: float = 420) -> int:
         """Waits for the program's end; returns its exit status. Fails, with stacks, if it hangs."""
         try:
             return self.process.wait(seconds)
@@ -65,7 +65,7 @@ class Program:
         finally:
             self.stop()
 
-    def succeeds(self, seconds: float = 180) -> "Program":
+    def succeeds(self, seconds: float = 420) -> "Program":
         """Itself, once it has ended well."""
         assert self.ends(seconds) == 0, self.told()[-4000:]
         return self
