@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +25,13 @@ sys.path.insert(0, str(ROOT))
 
 from envs import Reward, check_rows, registry  # noqa: E402
 from envs.sandbox.checkers import Checkers  # noqa: E402
+from envs.services import CheckerError  # noqa: E402
 from rollout.response import Response  # noqa: E402
 
 SECONDS = 5.0
 AT_ONCE = 8  # answers that are judged together
 TICK = 0.001
+FAILED: Counter[str] = Counter()  # checks without a verdict, by reason
 # Known-answers file -> agent that judges its answers.
 SAME = ("math", "mcqa", "structured_outputs", "reasoning_gym", "calendar", "terminus_judge")
 FILES = {name: name for name in (*SAME, "terminal_multi_harness")}
@@ -97,9 +100,13 @@ async def longest_block(judge: Callable[[Case], Awaitable], found: list[Case]) -
     return 1000 * max(gaps)
 
 
-async def verify(case: Case) -> Reward:
-    """Judges as a worker does."""
-    return await registry.verify(case.row, case.response)
+async def verify(case: Case) -> Reward | None:
+    """Judges as a worker does. Counts checks without a verdict, as on a busy machine."""
+    try:
+        return await registry.verify(case.row, case.response)
+    except CheckerError as error:
+        FAILED[str(error)] += 1
+        return None
 
 
 def bare(agent: str) -> Callable[[Case], Awaitable[Reward]] | None:
@@ -141,6 +148,8 @@ async def main(names: list[str]) -> None:
         blocks = await longest_block(verify, found)
         ratio = f"{plain:.0f} | {plain / judged:.1f}" if plain else "- | -"
         print(f"| {name} | {len(found)} | {judged:.0f} | {ratio} | {blocks:.0f} |", flush=True)
+    for reason, count in FAILED.most_common():
+        print(f"\n{count} times without a verdict: {reason}")
 
 
 if __name__ == "__main__":

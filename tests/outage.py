@@ -8,20 +8,17 @@ in a run of its own. A call may wait for three quarters of the outage. The exit 
 reward was wrong; a prompt that was dropped, trained twice or never raises AssertionError.
 """
 
+import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from conftest import write_rows
-
-from support.judges import Judge
-from support.outages import endure, fork, reply, rows
-from support.program import ROOT
-
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from grpo_async import Config  # noqa: E402
-from runtime.startup import preflight
+from runtime.startup import preflight  # noqa: E402
+from support.judges import Judge  # noqa: E402
+from support.outages import endure, fork, reply, rows  # noqa: E402
 
 STEPS = 4
 FLAGS = {"steps": STEPS, "group_size": 2, "sampling.max_response_tokens": 8, "save_period": 0}
@@ -38,7 +35,9 @@ def main() -> int:
         folder = Path(name)
         root = fork(folder / "fork")
         flags = FLAGS | {"prompts_per_step": prompts, "timeouts.rollout": 0.75 * seconds}
-        flags["data.train"] = write_rows(folder / "rows.jsonl", rows(STEPS * prompts))
+        data = folder / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows(STEPS * prompts)))
+        flags["data.train"] = str(data)
         os.environ["JUDGES_FILE"] = str(folder / "judges")
         for fault in ("down", "hang", "503"):
             flags["run_dir"] = str(folder / fault)
