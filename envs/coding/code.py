@@ -7,15 +7,16 @@ text between the last two lines with three backticks, as in NeMo-Gym's resources
 Tests run in turn until one fails, each in a process of its own in the sandbox, for at most 10 s.
 
 stdout is right if its lines match, apart from white space around them; numbers may be written in a
-different form (4.0, 1e3). A returned value is right if it equals the output as a JSON value, with
-tuples as lists; a number, or the text of one, is right if it is close (1e-5 relative, 1e-8
-absolute).
+different form (4.0, +4, 1e3). A returned value is right if it equals the output as a JSON value,
+with tuples as lists and True as 1; a number, or the text of one, is right if it is close (1e-5
+relative, 1e-8 absolute).
 
 Deliberate deviations: a process sees one input and no output, so a program can neither read the
 expected output nor answer with an object that equals everything. It may use the standard library
 and numpy; os, subprocess and open work, in an empty folder, and so does `from __future__`. It has
 2 GiB of memory.
-Known leaks: none, except that a row may have too few tests.
+A program to which its limits refuse memory, a process or a thread earns 0, with that as the reason.
+Known leaks: none, except that a row may have too few tests, and the forms above.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from decimal import Decimal, InvalidOperation
 from core.waits import in_thread
 from envs import Reward, final_text, get, require, unfinished
 from envs.sandbox import sandbox
+from envs.sandbox.outcome import refused_by_limits
 from envs.sandbox.programs import programs
 from envs.sandbox.sandbox import Limits
 from envs.services import Need
@@ -110,7 +112,7 @@ async def verify(row: dict, response: str) -> Reward:
         async for ran in runs:
             expected = tests["outputs"][passed]
             if ran.ended or ran.code:
-                reason = ran.ended or "crashed"
+                reason = ran.ended or refused_by_limits(ran.stderr, LIMITS) or "crashed"
                 error = ran.stderr[-200:]
             elif not await in_thread(agrees, ran.stdout, expected):
                 reason = "wrong answer"

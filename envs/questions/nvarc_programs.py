@@ -16,6 +16,7 @@ import pydantic
 from core.waits import in_thread
 from envs import services
 from envs.sandbox import sandbox
+from envs.sandbox.outcome import refused_by_limits
 from envs.sandbox.programs import programs
 from envs.sandbox.sandbox import Limits
 
@@ -82,7 +83,8 @@ async def returned(source: str, grid: list[list[int]]) -> Returned:
     async with aclosing(runs):
         ran = await anext(runs)
     if ran.ended or ran.code:
-        return Returned([], ran.ended or "crashed", ran.stderr[-200:])
+        failure = ran.ended or refused_by_limits(ran.stderr, LIMITS) or "crashed"
+        return Returned([], failure, ran.stderr[-200:])
     return Returned(await found_in(ran.stdout, read))
 
 

@@ -104,8 +104,8 @@ class Checkers:
         `deadline` is in seconds of CPU time or of sleep; waits for a free child or a CPU do not
         count. A check that starves of CPU is a timeout if it has used half of its deadline, and an
         error if it has not; both are counted. The verdict is value 0.0 with reason "crashed the
-        checker" if a warden sees the check die twice, although it survives an empty `text`. Raises
-        CheckerError if there is no verdict.
+        checker", or "memory" if it was refused more, if a warden sees the check die twice, although
+        it survives an empty `text`. Raises CheckerError if there is no verdict.
         """
         import asyncio  # slower to import than everything else that the registry imports
 
@@ -136,6 +136,8 @@ class Checkers:
                 deaths += 1
             if deaths > 1 and oom_kills() > killed:
                 return {"failed": OOM}
+            if deaths > 1 and verdict["failed"].startswith("MemoryError"):
+                return {"value": 0.0, "reason": "memory"}
             if deaths > 1:
                 return {"value": 0.0, "reason": "crashed the checker"}
         return verdict

@@ -395,6 +395,9 @@ def run(source: str, files: list[int], limits: dict[int, int], main: ModuleType)
         code = 0
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)
+        if str(error) == "can't start new thread":  # because of its number, or of its stack
+            with contextlib.suppress(OSError):
+                error.add_note(f"{len(os.listdir('/proc/self/task'))} threads were running")
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):

@@ -1,6 +1,7 @@
 """Defines the limits of a run of untrusted code, and its outcome."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -8,6 +9,7 @@ from typing import NamedTuple, TypedDict
 OOM = "the kernel was out of memory and ended a run"
 REFUSED = "a run was refused a process or thread by a cgroup's limit (pids.max)"
 CGROUPS = Path("/sys/fs/cgroup")
+OWN = 8  # processes of a run that belong to bubblewrap, or to an interpreter
 
 
 class Limits(NamedTuple):
@@ -55,6 +57,21 @@ def refusals() -> int:
         with contextlib.suppress(OSError, ValueError, IndexError):
             total += int((folder / "pids.events").read_text().split()[1])
     return total
+
+
+def refused_by_limits(stderr: str, limits: Limits) -> str:
+    """Returns what its own limits refused a Python program that ended with this error.
+
+    "memory", "processes", which threads count as, or "" if the error is another one. The program
+    can write any stderr; only the reason for its reward depends on it.
+    """
+    last = stderr.rstrip().rpartition("\n")[2]
+    threads = re.fullmatch(r"(\d+) threads were running", last)
+    if threads:  # each also needs memory for its stack
+        return "processes" if int(threads[1]) + OWN >= limits.processes else "memory"
+    if last.startswith(("MemoryError", "OSError: [Errno 12]", "numpy._core._exceptions._Array")):
+        return "memory"
+    return "processes" if last.startswith("BlockingIOError: [Errno 11]") else ""
 
 
 class Report(TypedDict):

@@ -39,8 +39,8 @@ from pathlib import Path
 from envs import services
 from envs.sandbox import service, user_limit
 from envs.sandbox.interpreter import ENOUGH, oom_kills, seccomp_filter
-from envs.sandbox.outcome import OOM, REFUSED, Limits, Ran, refusals
-from envs.sandbox.user_limit import FULL, OWN
+from envs.sandbox.outcome import OOM, OWN, REFUSED, Limits, Ran, refusals
+from envs.sandbox.user_limit import FULL
 from envs.services import CheckerError, current
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,11 @@ import re
 import resource
 from pathlib import Path
 
-from envs.sandbox.outcome import Limits
+from envs.sandbox.outcome import OWN, Limits
 from envs.services import current
 
 FULL = "the limit on a user's processes (ulimit -u) leaves a run fewer than it was promised"
 NOBODY = 65534  # the user that owns runs if this process is root
-OWN = 8  # processes of a run that belong to bubblewrap, or to an interpreter
 DYING = 10  # checks, a tenth of a second apart, while killed processes end
 COUNTED = re.compile(r"^Uid:\t(\d+).*^Threads:\t(\d+)", re.M | re.S)
 

@@ -33,7 +33,7 @@ def make_long_check():
 
 
 def make_counting_check():
-    """How many answers this process has judged; it may hang, die, raise or forge instead."""
+    """How many answers this process has judged; it may hang, die, raise or fill up instead."""
     judged: list = []
 
     def check(text: str) -> dict:
@@ -42,6 +42,8 @@ def make_counting_check():
             pass
         if text == "die":
             os._exit(3)
+        if text == "fill":
+            judged.append(bytearray(1 << 40))
         if text == "raise":
             raise RuntimeError
         return {"value": float(len(judged))}

@@ -84,6 +84,22 @@ def test_tests_run_until_one_fails():
     assert crashed.info["reason"] == "crashed" and "ZeroDivisionError" in crashed.info["error"]
 
 
+START = "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()"
+
+
+@pytest.mark.parametrize(("program", "reason"), [
+    ("kept = [bytearray(1 << 28) for _ in range(9)]", "memory"),
+    ("import numpy\nnumpy.zeros(1 << 40)", "memory"),
+    (f"import threading, time\nfor _ in range(80): {START}", "processes"),
+    ("import threading, time\nthreading.stack_size(64 << 20)\n"
+     f"for _ in range(40): {START}", "memory"),
+    ("import os, time\nfor _ in range(80): os.fork() or time.sleep(9)", "processes"),
+])  # fmt: skip
+def test_what_its_limits_refuse_a_program_is_the_reason(program, reason):
+    found = judged(program, row())
+    assert (found.value, found.info["reason"]) == (0, reason), found
+
+
 def test_recursion_through_c_has_a_deep_stack():
     """The stack of 8 MB that a process begins with holds 15,000 calls of a cached function."""
     program = """sys.setrecursionlimit(10**6)

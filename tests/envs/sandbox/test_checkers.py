@@ -139,6 +139,7 @@ def test_a_check_judges_as_many_answers_as_it_may_and_none_after_a_failure(home)
     assert judged("hang") == "timeout" and [judged("a"), judged("a")] == [1, 2]
     assert judged("die") == "crashed the checker" and judged("a") == 2  # after a harmless one
     assert judged("raise") == "crashed the checker" and judged("a") == 2
+    assert judged("fill") == "memory" and judged("a") == 2
     assert judged("x" * 1_000_000) == 3
     assert [judged("grow"), judged("a")] == [1, 1]  # what it had kept is gone
 
