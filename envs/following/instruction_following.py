@@ -13,9 +13,10 @@ by NLTK's Punkt with short lists of words (envs/following/sentences.py), because
 would have to be downloaded.
 
 Known leaks: the rules see only the form. A one-word answer satisfies each rule that only forbids
-something, or that concerns each sentence or pair of words. Keywords may simply be listed, and all
-three fixed answers may be given at once. The word "a" satisfies "palindrome", digits satisfy each
-language, and "repeat_phrase" requires a change only in the last copy.
+something, or that concerns each sentence or pair of words. Keywords may simply be listed, or be a
+part of another word, and all three fixed answers may be given at once. Commas and dots of other
+scripts are none. The word "a" satisfies "palindrome", digits satisfy each language, and
+"repeat_phrase" requires a change only in the last copy.
 """
 
 import functools

@@ -8,9 +8,9 @@ reference, in both orders (envs/maths/same_answer.py). Deliberate deviation: a r
 closes its `<think>` was cut off and earns 0.
 
 Known leaks of the library: the task repeated as a formula (37*12, an integral), the right side
-of a false equation (3=2), "\neg 2", a letter in the other case, 2% and 200% for 2, and the last
-number of a text without a box ("1 or 2"). NeMo-Gym pins math-verify 0.8, which does not accept 2%
-for 2.
+of a false equation (3=2) and of a relation ("\neq 2", "\leq 2", "\approx 2"), "\neg 2", a letter in
+the other case, 2% and 200% for 2, and the last number of a text without a box ("1 or 2"). NeMo-Gym
+pins math-verify 0.8, which does not accept 2% for 2.
 
 SymPy hangs on answers such as 9^{9^{9^9}}, and no thread or signal handler can interrupt it. So
 checks run in the child processes of envs/sandbox/checkers.py.
