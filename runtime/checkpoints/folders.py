@@ -73,6 +73,7 @@ def commit(aside: str, folder: str, files: dict[str, tuple[int, int]]) -> None:
     mark(f"{aside}/{EXPORT}", export)
     older = Path(folder + REPLACED)
     if Path(folder, MARKER).exists():
+        remove(older)  # left by an attempt that failed after it had marked its folder
         os.rename(folder, older)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(aside, folder)

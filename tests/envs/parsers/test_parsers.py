@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import time
 
@@ -211,14 +212,21 @@ def test_arguments_take_the_types_of_the_rows_tools(tokenizers):
 
 
 @pytest.mark.parametrize(("reasoning", "tool", "tokenizer", "said"), [
-    ("", "hermse", "tags", "services.tool_parser = 'hermse': expected one of: .*, hermes, "),
-    ("r1", "", "tags", "services.reasoning_parser = 'r1': expected one of: .*, deepseek_r1, "),
     ("deepseek_r1", "", "plain", "could not locate think start/end tokens"),
     ("", "mistral", "tags", "could not locate the tool call token"),
 ])  # fmt: skip
 def test_parsers_that_cannot_be_used_are_refused(tokenizers, reasoning, tool, tokenizer, said):
     with pytest.raises(ValueError, match=said):
         parsers.make_parse(reasoning, tool, tokenizers[tokenizer])
+
+
+@pytest.mark.parametrize(("named", "said"), [
+    (Services(tool_parser="hermse"), "tool_parser = 'hermse': expected one of: .*, hermes, "),
+    (Services(reasoning_parser="r1"), "reasoning_parser = 'r1': expected one of: .*, deepseek_r1"),
+])  # fmt: skip
+def test_an_unknown_name_is_refused_without_an_import_of_vllm(tokenizers, monkeypatch, named, said):
+    monkeypatch.setattr(parsers, "Server", lambda names: pytest.fail("a process was started"))
+    assert re.search(said, parsers.problem(named, tokenizers["tags"]))
 
 
 def test_a_run_with_an_unknown_parser_does_not_start(tiny_config):
