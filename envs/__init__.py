@@ -12,6 +12,8 @@ serves (named as in NeMo-Gym's released blends), and defines at least one functi
 An optional `check(row)` raises ValueError if the row cannot be judged. An optional `needs(row)`
 returns the row's Needs (envs/services.py), such as `judge.need("general")`, or strings
 that envs/needs.py turns into Needs.
+`SECRETS = ("OPENAI_API_KEY",)` names environment variables that rollout workers get: no other
+variable whose name ends in TOKEN, KEY, SECRET, PASSWORD or CREDENTIALS reaches them.
 `ALLOWS_EMPTY_INPUT = True` means that `rollout` writes the first prompt itself. A module is
 imported when the first row names one of its agents (envs/registry.py).
 

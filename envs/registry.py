@@ -6,8 +6,10 @@ import functools
 import importlib.util
 import inspect
 import numbers
+import os
 import re
 import reprlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +55,15 @@ def environment(name: str) -> ModuleType:
             "expected a function verify(row, response), rollout or score_group"
         )
     return module
+
+
+def secrets() -> dict[str, str]:
+    """Returns the variables that the imported environments name in SECRETS, if they are set."""
+    names: set[str] = set()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("envs."):
+            names |= set(getattr(module, "SECRETS", ()))
+    return {name: os.environ[name] for name in sorted(names & os.environ.keys())}
 
 
 def only_compares(name: str) -> bool:

@@ -26,17 +26,19 @@ import contextlib
 import dataclasses
 import json
 import re
+import socket
 import sys
 import time
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
 
-from envs import Json, require
+from envs import Json, require, services
 from rollout.chat import NoRoom, Said
 from rollout.messages import chat, check_items, check_tools
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 MODEL = "policy"
 LARGEST = 1 << 30  # bytes of a request
+LOOPBACK = "127.0.0.1"
 ADDRESS = re.compile(r"http://[\w.:\[\]-]+/[0-9a-f]{32}/v1")
 # The only accepted values of these fields.
 ALLOWED: dict[str, tuple] = {"n": (None, 1), "stop": (None, "", [])}
@@ -238,7 +241,9 @@ class Endpoint:
         """Listens on a free port of this node; returns itself."""
         import ray
 
-        host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+        host = ray.util.get_node_ip_address() if ray.is_initialized() else LOOPBACK
+        if host == LOOPBACK:  # Ray runs on this machine alone, NeMo-Gym perhaps on another one
+            host = next(filter(None, map(address_towards, services.current().nemo_gym)), LOOPBACK)
         app = web.Application(client_max_size=LARGEST)
         app.router.add_get("/{guest}/v1/models", models)
         app.router.add_post("/{guest}/v1/chat/completions", self.chat)
@@ -272,6 +277,15 @@ class Endpoint:
             return refusal(410, f"this episode has failed: {type(error).__name__}")
         finally:
             guest.calls.discard(call)
+
+
+def address_towards(url: str) -> str:
+    """Returns the address at which the server of a URL reaches this machine; "" if it has none."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((urlsplit(url).hostname or "", 1))  # sends nothing
+        host = str(probe.getsockname()[0])
+        return "" if host.startswith("127.") else host
+    return ""
 
 
 @contextlib.asynccontextmanager

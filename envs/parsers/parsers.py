@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from core.secret_variables import public
 from core.waits import in_thread
 from envs import services
 from envs.parsers.forms import FORMS, is_object
@@ -160,7 +161,7 @@ class Server:
         }
         process = subprocess.Popen(
             [sys.executable, "-c", code, *self.names, str(CPU_SECONDS)],
-            env=os.environ | own,
+            env=public() | own,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from tqdm import tqdm
 
 from core.errors import InputError, shown
+from envs import registry
 from rollout.rows import quarantine
 from runtime.processes import placement
 from runtime.processes.actors import actor, has_gpus
@@ -141,6 +142,9 @@ class Cluster:
         """Starts a rollout worker."""
         assert self.RolloutWorker
         options = placement.of_worker()
+        keys = registry.secrets()
+        if keys:
+            options["runtime_env"] = {"env_vars": keys}
         Actor = actor(self.RolloutWorker, 0, self.cfg, max_concurrency=100_000, **options)
         return Actor.remote(self.cfg)
 

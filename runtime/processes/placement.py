@@ -70,6 +70,7 @@ class ActorOptions(TypedDict, total=False):
 
     scheduling_strategy: "NodeAffinitySchedulingStrategy | str"
     resources: dict[str, float]
+    runtime_env: dict[str, dict[str, str]]
 
 
 def on(home: str) -> ActorOptions:

@@ -4,12 +4,14 @@ import math
 import os
 import re
 import resource
+import secrets
 import signal
 import socket
 from pathlib import Path
 
 import ray
 
+from core import secret_variables
 from core.errors import InputError, brief
 from runtime.processes import placement
 from settings.config import TrainingSettings
@@ -37,7 +39,7 @@ SYSTEM = {
 def of_driver() -> dict[str, str]:
     """Returns the driver's environment variables that its actors get too."""
     found = {}
-    for name, value in os.environ.items():
+    for name, value in secret_variables.public().items():
         if name.startswith(FORWARDED) and not OF_ONE_PROCESS.fullmatch(name):
             found[name] = value
     judges = os.environ.get("JUDGES_FILE")
@@ -63,8 +65,10 @@ def variables() -> dict[str, str]:
 def connect(cfg: TrainingSettings) -> placement.Places:
     """Joins the cluster at RAY_ADDRESS, or starts one on this machine; returns the actors' places.
 
-    Raises InputError if there is no such cluster, if Ray does not start, if this machine's limit of
-    open files is too low for a run of its own, or if the actors do not fit.
+    A cluster that it starts has a token of its own, listens at 127.0.0.1, and its processes see no
+    secret of the driver's environment. Raises InputError if there is no such cluster, if Ray does
+    not start, if this machine's limit of open files is too low for a run of its own, or if the
+    actors do not fit.
     """
     # Ray prints a traceback for each result of a failed call that is not fetched. The first one
     # fetched has raised the error already.
@@ -76,6 +80,9 @@ def connect(cfg: TrainingSettings) -> placement.Places:
         problem = short_of_files(cfg.policy.ranks + cfg.demand.engines * cfg.demand.engine_gpus)
         if problem:
             raise InputError(problem)
+        use_new_token()
+        # Ray would replace 127.0.0.1 by the machine's address in the network.
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
         options = {
             "address": "local",  # never a cluster that another user has left running here
             "include_dashboard": False,
@@ -86,12 +93,13 @@ def connect(cfg: TrainingSettings) -> placement.Places:
     # save. They inherit that it is blocked, and Ray itself blocks SIGINT for them.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        ray.init(
-            runtime_env={"env_vars": variables()},
-            log_to_driver=False,
-            logging_level="ERROR",
-            **options,
-        )
+        with secret_variables.hidden():
+            ray.init(
+                runtime_env={"env_vars": variables()},
+                log_to_driver=False,
+                logging_level="ERROR",
+                **options,
+            )
     except Exception as error:  # Ray raises errors of many kinds
         if address:
             raise InputError(f"RAY_ADDRESS = {address!r}: {brief(error)}") from None
@@ -103,6 +111,16 @@ def connect(cfg: TrainingSettings) -> placement.Places:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return placement.plan(cfg, placement.nodes())
+
+
+def use_new_token() -> None:
+    """Gives the cluster that is about to start a token that no other process knows.
+
+    Ray's own token is one for all clusters of a user, in a file that others may read.
+    """
+    os.environ.pop("RAY_AUTH_MODE", None)  # then Ray asks for a token, whatever it was told
+    os.environ[secret_variables.OF_RAY] = secrets.token_hex(32)
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def short_of_files(met: int, beside: int = OTHER_FILES) -> str:

@@ -1,6 +1,7 @@
 """What launch/ refuses before anything is submitted, and what its scripts look like to a linter."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import spelling_rows, write_rows
 
+from core.secret_variables import is_secret
 from grpo_async import Config
 from settings import reader
 from settings.merging import assigned
@@ -149,6 +151,21 @@ def test_mtp_heads_draft_where_a_variable_of_nemo_rl_says_so(
         drafts = {"method": "mtp", "num_speculative_tokens": tokens}
         expected = {"speculative_config": drafts, "max_num_batched_tokens": batched}
         assert cfg.engine.args == assigned(ROOT / "configs/tiny.py")["engine"]["args"] | expected
+
+
+def test_a_step_of_a_job_gets_the_secrets_that_it_needs_alone():
+    """As runtime/processes/ray_start.py has it on one machine."""
+    text = (ROOT / "launch/grpo.sbatch").read_text()
+    (function,) = re.findall(r"^keeping\(\) \{\n.*?^\}\n", text, re.M | re.S)
+    script = f"set -euo pipefail\n{function}keeping 'HF_TOKEN RAY_AUTH_TOKEN' env &\nwait $!"
+    secrets = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"), "private")
+    secrets |= {"My_Password": "private", "GOOGLE_APPLICATION_CREDENTIALS": "private"}
+    others = {"RAY_AUTH_TOKEN": "0", "SLURM_JOB_ID": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = ran("bash", "-c", script, env={"PATH": os.environ["PATH"]} | secrets | others)
+    assert done.returncode == 0, done.stderr
+    found = {line.partition("=")[0] for line in done.stdout.splitlines()}
+    assert found - {"PATH", "PWD", "SHLVL", "_", "OLDPWD"} == {"HF_TOKEN", *others}
+    assert [name for name in (*secrets, *others) if is_secret(name)] == list(secrets)
 
 
 @pytest.mark.slow

@@ -5,26 +5,37 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from envs.sandbox.sandbox import family
 
 LISTENS = "0A"  # TCP_LISTEN of the kernel
 EVERYWHERE = {"00000000", "0" * 32}
+LOOPBACK = re.compile("[0-9A-F]{6}7F|0{24}01000000|0{16}FFFF0000[0-9A-F]{6}7F")  # as /proc has it
 # Processes that have not set their names yet, by what stands in their commands.
 UNNAMED = {"default_worker.py": "IDLE", "runtime_env/agent": "RuntimeEnvAgent"}
 UNNAMED |= {"multiprocessing": "EngineCore"}
 RAY = {"gcs_server", "raylet", "monitor"}  # its processes that are no actors
 
 
-def sockets() -> dict[str, str]:
-    """The sockets that listen, by inode: whether at one address or at all."""
+class Listener(NamedTuple):
+    """A socket that listens."""
+
+    place: str  # at loopback, at one address or at all
+    port: int
+
+
+def sockets() -> dict[str, Listener]:
+    """The sockets that listen, by inode."""
     found = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == LISTENS:
-                everywhere = fields[1].partition(":")[0] in EVERYWHERE
-                found[fields[9]] = "all addresses" if everywhere else "one address"
+                address, _, port = fields[1].partition(":")
+                place = "all addresses" if address in EVERYWHERE else "one address"
+                place = "loopback" if LOOPBACK.fullmatch(address) else place
+                found[fields[9]] = Listener(place, int(port, 16))
     return found
 
 
@@ -47,8 +58,8 @@ def name_of(pid: int) -> str:
     return next((name for name in files if name in RAY), "driver")
 
 
-def listening(pid: int) -> Iterator[tuple[str, str]]:
-    """Process and address of each socket at which a process, or one that came from it, listens."""
+def listening(pid: int) -> Iterator[tuple[str, Listener]]:
+    """Name and socket of each process that listens, of those that came from one, and that one."""
     every = sockets()
     for process in family(pid):
         try:
@@ -73,7 +84,7 @@ class Doors(threading.Thread):
 
     def run(self) -> None:
         while Path(f"/proc/{self.pid}/fd").exists() and self.is_running():
-            self.seen |= set(listening(self.pid))
+            self.seen |= {(name, found.place) for name, found in listening(self.pid)}
             time.sleep(0.2)
 
     def is_running(self) -> bool:

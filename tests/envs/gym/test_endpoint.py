@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 
 import aiohttp
 import openai
@@ -353,3 +354,16 @@ async def test_the_router_passes_requests_on_to_their_episodes():
     assert over[0] == 410 and lost[0] == 410 and "gone" in lost[1]["error"]["message"]
     assert {status for status, _ in nowhere} == {400}
     assert all("metadata" in told["error"]["message"] for _, told in nowhere)
+
+
+def test_a_worker_listens_where_servers_on_other_machines_reach_it():
+    """Ray's address is loopback on one machine; of no server there is none to choose."""
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.77", 1))
+        except OSError:
+            pytest.skip("this machine has no route to others")
+        own = probe.getsockname()[0]
+    assert endpoint.address_towards("http://192.0.2.77:11000") == own
+    assert endpoint.address_towards("http://127.0.0.1:11000") == ""
+    assert endpoint.address_towards("http://nobody.invalid:11000") == ""

@@ -240,7 +240,7 @@ def test_actors_get_the_driver_s_variables_for_the_libraries_and_what_it_sets_wi
     }
     given |= {"VLLM_CPU_KVCACHE_SPACE": "7", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     of_one = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_DP_RANK_LOCAL"), "1")
-    of_one |= dict.fromkeys(("VLLM_PORT", "NCCL_HOSTID", "WANDB_API_KEY"), "1")
+    of_one |= dict.fromkeys(("VLLM_PORT", "NCCL_HOSTID", "WANDB_API_KEY", "VLLM_API_KEY"), "1")
     for name, value in (given | of_one).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("JUDGES_FILE", raising=False)
@@ -381,3 +381,46 @@ def test_what_ends_or_hangs_up_reaches_the_processes_that_it_should(tmp_path):
     how = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run(command, start_new_session=True, **how)
     assert done.stdout.splitlines()[-1] == "[True] 0 1 False", done.stdout + done.stderr
+
+
+def test_each_cluster_of_its_own_has_a_new_token(monkeypatch):
+    """Whatever the user's environment says."""
+    given = []
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "known")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **options: given.append(dict(os.environ)))
+    monkeypatch.setattr(ray, "nodes", list)
+    for _ in range(2):
+        ray_start.connect(Config())
+    tokens = {environment["RAY_AUTH_TOKEN"] for environment in given}
+    assert len(tokens) == 2 and all(len(token) == 64 for token in tokens)
+    assert not any("RAY_AUTH_MODE" in environment for environment in given)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # another's cluster has a token already
+    ray_start.connect(Config())
+    assert given[2]["RAY_AUTH_TOKEN"] == given[1]["RAY_AUTH_TOKEN"]
+
+
+@pytest.mark.slow
+def test_a_cluster_of_one_machine_is_closed_to_others_and_keeps_the_driver_s_secrets(tmp_path):
+    """It listens at loopback, refuses who lacks its token, and writes that token to no file."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    env |= {"HF_TOKEN": "private", "MY_API_KEY": "own", "HOME": str(tmp_path)}
+    env["PYTHONPATH"] = f"{ROOT}:{ROOT}/tests"
+    command = [sys.executable, "tests/support/closed_cluster.py", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines() == [
+        "driver: HF_TOKEN MY_API_KEY",
+        "worker: MY_API_KEY",
+        "trainer:",
+        "processes with the driver's token: 0",
+        "files with a token:",
+        "sockets: loopback",
+        "agent: 401",
+        "NodeInfoGcsService/GetAllNodeInfo: UNAUTHENTICATED",
+        "InternalKVGcsService/InternalKVPut: UNAUTHENTICATED",
+        "ActorInfoGcsService/RegisterActor: UNAUTHENTICATED",
+        "NodeManagerService/RequestWorkerLease: UNAUTHENTICATED",
+        "CoreWorkerService/PushTask: UNAUTHENTICATED",
+        "with the token: OK",
+    ], done.stdout + done.stderr
