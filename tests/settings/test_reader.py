@@ -448,6 +448,32 @@ def test_a_hub_that_does_not_answer_is_waited_for_with_a_deadline(hub):
         assert done.stdout.splitlines()[-1].endswith("/0a1b2c"), done.stderr
 
 
+@pytest.mark.slow
+def test_a_drafter_is_looked_for_as_a_model_is_and_named_by_its_setting(hub):
+    flag = "--engine.args"
+    drafts = {"model": "acme/none", "num_speculative_tokens": 3}
+    done = load_model(
+        hub, SMALL, flag, json.dumps({"speculative_config": drafts}), HF_HUB_OFFLINE="1"
+    )
+    said = "engine.args['speculative_config']['model'] = 'acme/none': there is no folder"
+    assert said in done.stderr and "hf download acme/none" in done.stderr
+
+
+def test_the_folder_of_a_drafter_becomes_absolute(tmp_path, monkeypatch):
+    """Engines have working folders of their own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    for given, found in (
+        ("small", str(tmp_path / "small")),
+        ("ngram", "ngram"),
+        ("pkg.Drafter", "pkg.Drafter"),
+        (None, None),
+    ):
+        args = {"speculative_config": {"model": given}}
+        assert reader.with_drafter(args, weights=True)["speculative_config"]["model"] == found
+    assert reader.with_drafter({"seed": 1}, weights=True) == {"seed": 1}
+
+
 @pytest.mark.parametrize(
     "name",
     ["./acme/x", "/acme/x", "../x", "acme", "a/b/c", "here/x", "models/tinny", "~acme/x", "a/b--c"],

@@ -124,6 +124,18 @@ def test_values_fit_what_a_library_annotates(value, annotation, fits):
     assert (preflight.misfit(value, preflight.argument(annotation, {}, {})) == "") == fits
 
 
+@pytest.mark.parametrize(("fields", "noted"), [
+    ({"steps": 9}, True),
+    ({"steps": 10}, False),
+    ({"steps": 5, "updates_per_batch": 2, "prompts_per_step": 2}, False),
+    ({"steps": 9, "warmup_steps": 0}, False),
+    ({"steps": 9, "eval_only": True, "val": "v"}, False),
+])  # fmt: skip
+def test_a_warm_up_that_a_run_does_not_complete_is_noted(fields, noted):
+    said = preflight.short_of_warmup(ask("x", **fields))
+    assert bool(said) == noted and ("warmup_steps = 10, but the run has 9 updates" in said) == noted
+
+
 def test_drafts_are_checked_by_vllm_s_own_names_types_and_limits():
     """Were its source to change its form, every entry would be taken."""
     known = preflight.arguments(preflight.DRAFTS)
