@@ -4,8 +4,8 @@
     loss =  sum_pairs ( - w_p  log sigmoid(beta (r(chosen) - r(rejected)))
                         - w_s  mean_t log pi(chosen_t) )   /   (pairs of the whole batch)
 
-Rafailov et al. 2023 (arXiv:2305.18290), with a supervised loss on the chosen answers. The report of
-Nemotron 3 Nano tries it against hallucinated tool calls; the defaults are the report's values.
+Rafailov et al. 2023 (arXiv:2305.18290), with a supervised loss on the chosen answers. The report on
+Nemotron 3 Nano evaluates it as a cure for hallucinated tool calls; the defaults are from there.
 
 The reference pi_ref is the policy before its first step. Trainers score every pair with it once,
 before training, so no second model is kept in memory; the scores stay in the run folder:

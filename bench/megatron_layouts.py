@@ -68,7 +68,7 @@ class Meter(Peak):
 
 
 def sent_bytes(name: str, args: tuple, group) -> float:
-    """Counts what a ring's rank sends in one c10d operation, whose first arguments are outputs."""
+    """Counts what a rank of a ring sends in a c10d operation, whose first arguments are outputs."""
     first, second = (sum(t.nbytes for t in tree_iter(x) if torch.is_tensor(t)) for x in args[:2])
     share = counted.ring(group.size())
     if "alltoall" in name:

@@ -99,7 +99,7 @@ def row_of(word: str) -> dict:
 
 
 def save_model(folder: Path, rows: list[dict], **settings) -> None:
-    """Creates a random model that ends an answer to such rows anywhere with equal probability."""
+    """Creates a random model whose answers to `rows` are equally likely to end at each token."""
     import torch
 
     from launch import tiny_model

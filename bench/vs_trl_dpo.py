@@ -125,7 +125,7 @@ def train_trl(steps: int, size: int, settings: dict) -> dict:
 
 
 def train_ours(steps: int, _size: int, settings: dict) -> dict:
-    """Measures the same with dpo.py's trainer, on one rank and without Ray."""
+    """Takes the same measurements with dpo.py's trainer, on one rank and without Ray."""
     from dpo import Config, Scored, Trainer, load_pairs, plan_pairs
     from rollout.preference_rows import render_all
 
@@ -164,7 +164,7 @@ def train_ours(steps: int, _size: int, settings: dict) -> dict:
 def run(folder: Path, side: str, steps: int, size: int, settings: dict) -> dict:
     """Runs one side in its own process. Raises RuntimeError as bench/vs_trl.py's `run` does."""
     python = vs_trl.VENV / "bin" / "python" if side == "trl" else sys.executable
-    # As runtime/processes/cluster.py sets them for a trainer; both sides have the same.
+    # Both sides get the values that runtime/processes/cluster.py sets for a trainer.
     threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     command = [python, __file__, f"--{side}", str(steps), str(size), json.dumps(settings)]
     result = json.loads(vs_trl.run(command, folder, os.environ | threads).splitlines()[-1])

@@ -294,7 +294,7 @@ def trainer_bytes(s: Shape, cfg: "TrainingSettings") -> float:
 
 
 def ring(n: int) -> float:
-    """Returns the share of a tensor that a rank of n sends in an all-gather or reduce-scatter."""
+    """Returns what share of a tensor each of n ranks sends in an all-gather or reduce-scatter."""
     return (n - 1) / n
 
 
@@ -346,7 +346,7 @@ class Gathered(NamedTuple):
     """Bytes and messages that trainer rank 0 receives before it can send the weights on."""
 
     size: float  # bytes
-    messages: int  # least number of messages
+    messages: int  # minimum number of messages
 
 
 def gathered(s: Shape, layout: "PolicySettings") -> Gathered:

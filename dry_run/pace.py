@@ -67,7 +67,7 @@ def step_tokens(cfg: "TrainingSettings") -> int:
 def batch_size(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
     """Returns how many sequences an engine decodes at once: max_num_seqs if KV and rollouts allow.
 
-    (max_lag + 1) P G rollouts may be in flight; each holds a mean response.
+    (max_lag + 1) P G rollouts may be in flight; each holds a response of mean length.
     """
     in_flight = (cfg.max_lag + 1) * cfg.prompts_per_step * cfg.group_size / cfg.engine.count
     mean = MEAN_SHARE * response_limit(cfg)
@@ -90,7 +90,7 @@ def decode_seconds(model: Model, tp: int, batch: float, context: float, gpu: Gpu
 
 
 def generation_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
-    """Returns the seconds that all engines together take to sample a batch of mean responses.
+    """Returns the seconds that all engines together need for a batch of mean-length responses.
 
     A response counts with half of its tokens in the KV cache.
     """
@@ -107,7 +107,7 @@ def longest_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
 
 
 def train_flops(model: Model, cfg: "TrainingSettings") -> float:
-    """Returns the FLOPs of a batch of mean responses (Model.flops).
+    """Returns the FLOPs of a batch of mean-length responses (Model.flops).
 
     Passes: forward, two in backward, one to recompute, and scoring passes. Masked SDPA multiplies a
     whole row, flash attention half a sequence on average.
@@ -143,7 +143,7 @@ def exposed_seconds(cfg: "TrainingSettings", gpu: Gpu) -> dict[str, float]:
 
 
 def train_seconds(model: Model, cfg: "TrainingSettings", gpu: Gpu) -> float:
-    """Returns the seconds that the trainer ranks take to train a batch of mean responses."""
+    """Returns the seconds that the trainer ranks need for a batch of mean-length responses."""
     work = train_flops(model, cfg) / (cfg.policy.ranks * MFU * gpu.flops)
     return work + sum(exposed_seconds(cfg, gpu).values())
 
@@ -204,7 +204,7 @@ def probe_seconds(model: Model, cfg: RunSettings, gpu: Gpu) -> float:
 
 
 class Traffic(NamedTuple):
-    """A weight update's bytes, and the least number of its messages."""
+    """The bytes of a weight update, and the minimum number of messages."""
 
     sent: float  # bytes from trainer rank 0 to the engines
     broadcasts: int

@@ -101,9 +101,9 @@ def load_rows(path: str, cfg: "RunSettings") -> Sequence[dict]:
     """Returns the good rows of a JSONL file.
 
     A line is left out if it is malformed, names an unknown environment, or is longer than the model
-    allows; the number of such lines is printed. Raises InputError naming file, line and field if
-    more than `data.max_bad_rows` lines are bad, if none is good, if the model's chat template
-    refuses the first good row, or if vLLM cannot use the parsers that `services` names.
+    allows; the number of such lines is printed. Raises InputError naming the file, line and
+    field if more than `data.max_bad_rows` lines are bad, if none is good, if the model's chat
+    template refuses the first good row, or if vLLM cannot use the parsers that `services` names.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{Path(path).resolve()}: expected a JSONL file, not a folder or a pipe")

@@ -174,7 +174,7 @@ def gpus(cfg: Settings, has_engines: bool) -> int:
 
 
 def count(path: str) -> int:
-    """Counts a file's rows. Raises InputError naming file and line of a malformed row."""
+    """Counts a file's rows. Raises InputError naming the file and line if a row is malformed."""
     rows = 0
     try:
         with open(path, "rb") as file:

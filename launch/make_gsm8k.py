@@ -50,7 +50,7 @@ def gym_row(row: dict) -> dict:
 
 
 def read(source: str | Path, target: Path) -> list[dict]:
-    """Reads the rows of one file. Raises ValueError naming file and line of a malformed row.
+    """Reads the rows of one file. Raises ValueError naming the file and line if a row is bad.
 
     Also raises ValueError if writing the target would destroy the file.
     """

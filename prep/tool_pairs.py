@@ -47,7 +47,7 @@ class ToolPairs:
 
     If a row declares tools, a right answer is preferred to a wrong one. If it declares none, a
     right answer without a call is preferred to a wrong answer, and to any answer with a call. Each
-    answer is rejected at most once, because the report of Nemotron 3 Nano has 50,000 pairs from
+    answer is rejected at most once, because the report on Nemotron 3 Nano has 50,000 pairs from
     64,000 answers (appendix C). Answers that were cut off are left out, because they did not end on
     their own. Multi-turn answers are left out, because rollouts.jsonl does not contain the tools'
     results.

@@ -6,7 +6,7 @@
                           the tokenizer's own: Nemotron ends with <|im_end|>, never with </s>
     think_tags            a turn does not open and close its reasoning once, with the tokens for it
 
-NeMo-RL finds these flaws in apply_reward_penalties (experience/rollouts.py, branch ultra-v3), and
+NeMo-RL's apply_reward_penalties (experience/rollouts.py, branch ultra-v3) looks for these flaws and
 sets the rewards to 0 after the rule for low effort has shaped them, in evaluations as well. It also
 calls an answer empty if an episode ends after a tool's reply. In that case the last turn is a call,
 which is not empty here.

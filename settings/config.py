@@ -285,7 +285,7 @@ class CommonSettings:
     keep_last: PositiveInt = 2
     """Number of checkpoints to keep resumable; only the exported model of older ones is kept."""
     keep_exports: NonNegativeInt = 0
-    """Number of exported models to keep, the newest ones; 0: all."""
+    """Keep this many of the newest exported models; 0: all."""
     save_before: NonNegativeInt = 0
     """Save and exit this many seconds before the Slurm job ends; 0: never."""
     val_period: NonNegativeInt = 0

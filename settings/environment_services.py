@@ -41,7 +41,7 @@ OWN = {"messages", "model", "n", "stream"}  # parameters that a call sets itself
 
 
 def check_judge(name: str, judge: dict[str, Any]) -> None:
-    """Raises ValueError naming field, value and expectation if a judge is malformed."""
+    """Raises ValueError naming the field, its value and the expectation if a judge is malformed."""
     urls = judge.get("url") or []
     if not isinstance(urls, list):
         urls = [urls]

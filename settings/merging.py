@@ -58,7 +58,7 @@ def written(path: Path) -> dict[str, Value]:
 
 
 def of_json(path: Path) -> dict[str, Value]:
-    """Returns what a configuration in JSON assigns. Raises InputError naming file and line."""
+    """Returns what a JSON configuration assigns. Raises InputError naming the file and line."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
@@ -71,7 +71,7 @@ def of_json(path: Path) -> dict[str, Value]:
 
 
 def assigned(path: Path) -> dict[str, Value]:
-    """Runs a config file and returns what it assigns. Raises InputError naming file and line."""
+    """Runs a config file; returns what it assigns. Raises InputError naming the file and line."""
     names = Merged(__file__=str(path), __name__=path.stem)
     try:
         code = compile(path.read_text(), str(path), "exec")

@@ -233,7 +233,7 @@ def split_config(flag: str) -> list[str]:
 
 
 def read(Config: type[C], path: Path) -> C:
-    """Runs a config file and checks its names and types. Raises InputError naming file and line."""
+    """Runs a config file and checks names and types. Raises InputError naming the file and line."""
     if not path.is_file():
         files = sorted(ROOT.glob("configs/**/[!_]*.py"))
         names = ", ".join(str(file.relative_to(ROOT)) for file in files)

@@ -294,7 +294,7 @@ class Box:
             await asyncio.sleep(SOON)
 
     def _passed(self, clock: Clock, seconds: float) -> str:
-        """Returns the limit that a command exceeded, or "". Raises CheckerError if it starves."""
+        """Returns the limit that a command exceeded, or "". Raises CheckerError if starved."""
         layer = self._layer()
         limits = Limits(seconds, self.size.memory - layer, self.size.processes)
         ended = clock.verdict(limits)

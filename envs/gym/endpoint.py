@@ -88,7 +88,10 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, body: Any) -> "Asked":
-        """Reads a request. Raises ValueError naming field, value and expectation if it is bad."""
+        """Reads a request.
+
+        Raises ValueError if it is bad, naming the field, its value and what was expected.
+        """
         require(isinstance(body, dict), "the request", body, "a JSON object")
         for name, allowed in ALLOWED.items():
             require(body.get(name) in allowed, name, body.get(name), repr(allowed[-1]))

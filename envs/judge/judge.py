@@ -399,7 +399,7 @@ class Judge:
             self.serve()
 
     def serve(self) -> None:
-        """Assigns the waiting calls to the servers that take calls, the least busy server first."""
+        """Assigns the waiting calls to the servers that take calls, least busy server first."""
         most = max(1, self.settings.get("concurrency", 64) // limits().processes)
         now = time.monotonic()
         while self.waiting:

@@ -10,8 +10,8 @@ these words in the final five lines of its reply. Rewards are in [0, 1].
 Deliberate deviations: a row is bad if its template lacks a required placeholder or has an unknown
 one; an answer that is empty or cut off earns 0 without being judged; a reply without a verdict is
 counted, and the criterion fails. A space is inserted into lines of the template and verdicts in an
-answer (envs/judge/prompts.py). If the answer contains a verdict, a verdict that the reply may have
-quoted is ignored; NeMo-Gym rewards a quoted PASS. Known leaks: the judge's.
+answer (envs/judge/prompts.py). If the answer contains a verdict, a verdict that the reply may only
+be quoting is ignored; NeMo-Gym rewards a quoted PASS. Known leaks: the judge's.
 """
 
 import functools

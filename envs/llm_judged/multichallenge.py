@@ -8,8 +8,8 @@ last label counts, else YES or NO in the judge's last line. Rewards are in [0, 1
 Deliberate deviations: the instructions are our own, with the published labels; a reply with neither
 label does not meet its question, even if NO is wanted; an empty rubric is a bad row; an answer that
 is empty or cut off earns 0 without being judged. If an answer contains a label, or the word yes or
-no, a verdict that the reply may have quoted is ignored; NeMo-Gym rewards a quoted one. Known leaks:
-the judge's.
+no, a verdict that the reply may only be quoting is ignored; NeMo-Gym rewards a quoted one.
+Known leaks: the judge's.
 """
 
 import re

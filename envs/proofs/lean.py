@@ -11,7 +11,7 @@ Lean's errors.
 `services.lean` is a command that compiles in the sandbox, a folder that launch/lean.sh created,
 whose bin/lean does so, or the URL of NeMo-Skills' sandbox service, which includes Lean v4.12.0 and
 Mathlib. If services.sandbox is "http" and services.lean is empty, the service at
-services.sandbox_url compiles.
+services.sandbox_url compiles the proofs.
 
 Deliberate deviations. FORBIDDEN words earn 0, wherever they appear: with them, an answer could run
 code inside Lean, which can end Lean with code 0, or make Lean trust the compiler instead of the

@@ -69,7 +69,7 @@ def in_box(text: str, options: dict[str, str]) -> str | None:
 
 
 def payloads(text: str, prefix: str) -> Iterator[str]:
-    """Yields the rest of each line after "Answer:" or the row's prefix, the last one first."""
+    """Yields the rest of each line after "Answer:" or the row's prefix, last one first."""
     text = unicodedata.normalize("NFKC", text)
     patterns = [ANSWER]
     if prefix:

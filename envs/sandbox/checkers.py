@@ -53,7 +53,7 @@ from envs.sandbox.sandbox import around
 from envs.services import CheckerError
 
 DEADLINE = 10.0  # CPU seconds per check
-WALL = 3  # wall-clock seconds per CPU second; a check that takes longer starves
+WALL = 3  # wall-clock seconds per CPU second; a check that takes longer is starved
 PATIENCE = 0.5  # CPU seconds; a longer check restarts in the slow lane
 START_DEADLINE = 120.0  # seconds; a server needs about one second of CPU
 TICK = 0.1  # seconds between two looks of a warden at its check
@@ -102,10 +102,10 @@ class Checkers:
         """Returns the function's verdict on `request`, or value 0.0 with reason "timeout".
 
         `deadline` is in seconds of CPU time or of sleep; waits for a free child or a CPU do not
-        count. A check that starves of CPU is a timeout if it has used half of its deadline, and an
-        error if it has not; both are counted. The verdict is value 0.0 with reason "crashed the
-        checker", or "memory" if it was refused more, if a warden sees the check die twice, although
-        it survives an empty `text`. Raises CheckerError if there is no verdict.
+        count. A check that is starved of CPU counts as a timeout if it has used half of its
+        deadline, and as an error if not; both are counted. The verdict is value 0.0 with reason
+        "crashed the checker", or "memory" if it was refused more, if a warden sees the check die
+        twice, although it survives an empty `text`. Raises CheckerError if there is no verdict.
         """
         import asyncio  # slower to import than everything else that the registry imports
 

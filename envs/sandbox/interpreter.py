@@ -63,7 +63,8 @@ FOLDERS = ("/work", "/tmp", "/dev/shm")
 LOOK = 0.02  # seconds between two checks of a program
 PAUSE = 0.2  # maximum seconds counted between two checks; more means that something was paused
 SHARE = 5  # wall-clock seconds per second of a program's deadline, if others keep CPUs busy
-# A check that starves of CPU is a timeout of the answer if it has used this share of its deadline.
+# A check that is starved of CPU counts as a timeout of the answer if it has used this share of its
+# deadline.
 ENOUGH = 0.5
 PAGE = 4096  # minimum bytes that a file in memory takes up
 OTHER, DIED = 2, 3  # exit codes: ended for another reason; its child was killed by a program
@@ -340,7 +341,7 @@ def watch(pid: int, seconds: float) -> str:
     """Waits for a program; kills it after `seconds`, not counting time spent waiting for a CPU.
 
     Returns "" if it ended by itself, "time" if it was killed, and "late" if it was killed earlier,
-    because it had starved of CPU and used ENOUGH of its time.
+    because it was starved of CPU and had used ENOUGH of its time.
     """
     spent = 0.0
     began = before = time.monotonic()

@@ -331,8 +331,8 @@ class Clock:
     def verdict(self, limits: Limits) -> str:
         """Returns the limit that was exceeded, or "".
 
-        A run that starves of CPU has exceeded the limit "time" if it has used half of it. Raises
-        CheckerError if it has not. Both are counted.
+        A run that is starved of CPU has exceeded the limit "time" if it has used half of it.
+        Raises CheckerError if it has not. Both are counted.
         """
         self.look(limits.processes + OWN)
         if self.processes > limits.processes + OWN:

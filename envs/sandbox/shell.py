@@ -175,7 +175,7 @@ class Shell:
 async def said_after(
     folder: bytes, files: dict[str, str], command: str, limits: Limits
 ) -> str | None:
-    """Unpacks a folder in a fresh sandbox, replaces its copies of `files`, runs a command there.
+    """Unpacks a folder in a fresh sandbox, replaces its copies of `files` and runs a command there.
 
     Returns the command's output, or None if the command exceeds a limit or the folder cannot be
     unpacked anywhere. Raises CheckerError if the sandbox fails, or if unpacking fails for another

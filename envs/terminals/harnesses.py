@@ -145,7 +145,7 @@ def words(text: str) -> str:
 
 
 def filled(name: str, rule: Rule) -> Rule:
-    """Returns a rule by which `rule` must hold, and neither action's argument may be empty."""
+    """Returns a rule that holds if `rule` does and neither action's argument `name` is empty."""
 
     def both(expected: Arguments, actual: Arguments, bound: float) -> str:
         for arguments in (expected, actual):

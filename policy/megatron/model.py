@@ -254,7 +254,7 @@ def stack_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def build(settings: "PolicySettings", hf: PretrainedConfig, dtype: torch.dtype) -> MambaModel:
-    """Builds this rank's part of the network of a config.json, without weights."""
+    """Builds this rank's part of the network that a config.json describes, without weights."""
     layers, fields = architecture(hf)
     config = transformer_config(settings, fields, dtype)
     rotary = hf.model_type != "nemotron_h"  # Nemotron-H's attention uses no position embeddings

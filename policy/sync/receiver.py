@@ -33,7 +33,7 @@ RELOADER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 def end_with(pid: int) -> None:
-    """Kills this process within a second of another's end, even if it is blocked at that time.
+    """Kills this process within a second after another one ends, even if it is blocked then.
 
     It also kills the processes between the two: the process that starts an engine's workers can
     hang while waiting for its dead children. Raises psutil.NoSuchProcess if the other process has

@@ -128,7 +128,7 @@ def listed(column: np.ndarray) -> list:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[NpzFile]:
-    """Opens the columns of a file of groups. Raises ValueError naming it if it cannot be read."""
+    """Opens the columns of a file of groups. Raises ValueError, naming the file, if that fails."""
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file

@@ -120,14 +120,14 @@ def step_of(folder: Path) -> int:
 
 
 def newest_first(run_dir: str) -> list[Path]:
-    """Returns the checkpoint folders of a run that have a marker, the newest first."""
+    """Returns the checkpoint folders of a run that have a marker, newest first."""
     folders = sorted(path.parent for path in Path(run_dir).glob(f"step_*/{MARKER}"))
     # Of two with the same step, the one that has been replaced stays behind the other.
     return sorted(folders, key=step_of, reverse=True)
 
 
 def damage(folder: str, part: int = 0, parts: int = 1, largest: float = math.inf) -> str:
-    """Describes the first damage in a checkpoint; "" if all files that are checked are whole.
+    """Describes the first damaged file of a checkpoint; "" if all checked files are whole.
 
     Checks every `parts`-th file, from number `part` on. For files of more than `largest` bytes,
     only the size is compared. A file that cannot be read counts as damaged: an older checkpoint may
@@ -161,7 +161,7 @@ def flaw(model: str, part: int = 0, parts: int = 1, largest: float = math.inf) -
 
 
 def exported_before(run_dir: str, step: int) -> list[Path]:
-    """Returns the folders of steps below this one that hold an exported model, the newest first."""
+    """Returns the folders of steps below this one that hold an exported model, newest first."""
     folders = [path.parents[1] for path in Path(run_dir).glob(f"step_*/{EXPORT}{MARKER}")]
     return sorted((f for f in folders if 0 <= step_of(f) < step), key=step_of, reverse=True)
 
@@ -169,9 +169,9 @@ def exported_before(run_dir: str, step: int) -> list[Path]:
 def prune(run_dir: str, keep: int, exports: int = 0) -> list[str]:
     """Deletes what resuming needs from all but the newest `keep` checkpoints; hf/ stays.
 
-    If `exports` is not 0, only so many of the newest keep it. Also removes the remains of abandoned
-    or half-deleted checkpoints. A checkpoint whose export is damaged is kept, as the only copy of
-    its policy. Returns a description of each such damage.
+    If `exports` is not 0, only that many of the newest keep it. Also removes the remains of
+    abandoned or half-deleted checkpoints. A checkpoint whose export is damaged is kept, as the only
+    copy of its policy. Returns a description of each damaged export.
     """
     kept = newest_first(run_dir)[:keep]
     surplus = exported_before(run_dir, step_of(kept[0]) + 1)[exports:] if exports else []

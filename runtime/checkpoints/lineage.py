@@ -98,7 +98,7 @@ def digest(content: bytes) -> str:
 
 
 def chain(lineage: dict) -> list[str]:
-    """Returns a line for each training run, the last one first, and one for the initial model."""
+    """Returns a line for each training run, last one first, and one for the initial model."""
     lines = []
     while "run" in lineage:
         version = lineage.get("version", "the newest")

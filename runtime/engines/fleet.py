@@ -110,7 +110,7 @@ class Fleet:
         self.cfg = cfg
         self.cluster = cluster
         self.engines: dict[ActorHandle, Engine] = {}  # by actor; lost engines are left out
-        self.serving: list[Engine] = []  # the least busy first
+        self.serving: list[Engine] = []  # least busy first
         self.grouped: set[ActorHandle] = set()  # the engines in the process group
         self.probe = Probe(cfg, cluster)  # compares engines with the trainer
         self.numbers = itertools.count()

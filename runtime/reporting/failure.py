@@ -125,7 +125,7 @@ def described(error: BaseException) -> str:
 
 
 def exhausted(line: str) -> str:
-    """Returns what a machine ran out of, according to a line of an error; "" if it says nothing."""
+    """Returns what a machine ran out of, according to an error message; "" if it does not say."""
     for lack, words in EXHAUSTED.items():
         if words.search(line):
             return lack
@@ -150,7 +150,7 @@ def ray_folder() -> str:
 
 
 def last_lines(cfg: TrainingSettings, lines: int = 8) -> str:
-    """Returns the most telling lines of the six latest logs, the latest log first."""
+    """Returns the most telling lines of the six latest logs, latest log first."""
     found = []
     for path in latest(Path(cfg.run_dir).glob("**/logs/*.log"))[:6]:
         text = telling(tail(path), lines)
@@ -160,7 +160,7 @@ def last_lines(cfg: TrainingSettings, lines: int = 8) -> str:
 
 
 def telling(lines: list[str], count: int) -> list[str]:
-    """Chooses so many lines of a log: the last ones with an error, then the last ones without."""
+    """Chooses `count` lines of a log: the last ones with an error, then the last ones without."""
     worth = [(bool(WITH_ERROR.search(line)), number) for number, line in enumerate(lines)]
     chosen = sorted(worth)[-count:]
     return [lines[number] for number in sorted(number for _, number in chosen)]
@@ -176,7 +176,7 @@ def tail(path: Path) -> list[str]:
 
 
 def logs_of(cfg: TrainingSettings, error: BaseException) -> list[Path]:
-    """Returns the logs of the processes that an error of Ray's names."""
+    """Returns the logs of the processes that one of Ray's errors names."""
     found: list[Path] = []
     for pid in PID.findall(str(error)):
         found += latest(Path(cfg.writes_to).glob(f"logs/*-{pid}.log"))
@@ -184,7 +184,7 @@ def logs_of(cfg: TrainingSettings, error: BaseException) -> list[Path]:
 
 
 def recent_logs(cfg: TrainingSettings) -> list[Path]:
-    """Returns the logs that were written to since the run started, the latest first."""
+    """Returns the logs that were written to since the run started, latest first."""
     lock = Path(cfg.run_dir, "lock")  # written when the run started
     since = lock.stat().st_mtime if lock.exists() else 0.0
     paths = Path(cfg.writes_to).glob("logs/*.log")
@@ -192,7 +192,7 @@ def recent_logs(cfg: TrainingSettings) -> list[Path]:
 
 
 def latest(paths: Iterator[Path]) -> list[Path]:
-    """Returns files, the one that was written to last first; [] if they cannot be looked at."""
+    """Returns files, the most recently written one first; [] if they cannot be looked at."""
     with contextlib.suppress(OSError):
         return sorted(paths, key=os.path.getmtime, reverse=True)
     return []

@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """The file of events in a run folder that continues from policy version `version`."""
+    """The events file of a run that continues from policy version `version`."""
 
     def __init__(self, folder: Path, version: int):
         threading.excepthook = print_error

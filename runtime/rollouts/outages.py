@@ -25,7 +25,7 @@ class Outages:
 
     def __init__(self) -> None:
         self.reports: dict[ActorHandle, Report] = {}  # by worker
-        self.troubled: dict[ActorHandle, dict[str, str]] = {}  # reports of what is away, by worker
+        self.troubled: dict[ActorHandle, dict[str, str]] = {}  # by worker: what it reports as down
         self.failures: Counter[str] = Counter()  # by "NAME/REASON", since the last `meters`
         self.starved: Counter[str] = Counter()  # by "ENV/OUTCOME", since the last `meters`
         self.since: float | None = None  # when the current outage was first reported
@@ -69,7 +69,7 @@ class Outages:
             self.tell_at = now + max(PATIENCE, now - self.since)
 
     def away(self) -> dict[str, str]:
-        """Returns what is away in any report: need -> addresses, how long, the last failure."""
+        """Returns what workers report as down: need -> addresses, how long, last failure."""
         found: dict[str, str] = {}
         for away in self.troubled.values():  # empty in most runs, however many workers they have
             found |= away

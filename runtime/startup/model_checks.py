@@ -231,12 +231,12 @@ def check_tensors(folder: str, found: dict[str, Stored], lm: "PreTrainedModel") 
         if found[name].shape != shape:
             raise InputError(
                 f"model = {folder!r}: {name} has shape {found[name].shape}, "
-                f"{shape} expected by {architecture} in config.json"
+                f"but {architecture} in config.json expects {shape}"
             )
         if state[name].is_floating_point() and "F" not in found[name].dtype:
             raise InputError(
                 f"model = {folder!r}: {name} holds {found[name].dtype}, "
-                f"floating-point numbers expected by {architecture} in config.json"
+                f"but {architecture} in config.json expects floating-point numbers"
             )
     patterns = lm._keys_to_ignore_on_load_missing or ()
     for name in sorted(state.keys() - known - tied):
