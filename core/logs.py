@@ -37,7 +37,7 @@ def renew() -> None:
     path = os.environ.get(VARIABLE)
     if not path or is_at(path, descriptor=1):
         return
-    with suppress(OSError):  # a full disk, or one that is away: the run ends for it elsewhere
+    with suppress(OSError):  # a full disk, or a missing one: the run ends for it elsewhere
         redirect(Path(path))
         print("this log was deleted or replaced: its lines so far may be lost", flush=True)
 
@@ -48,5 +48,5 @@ def is_at(path: str | Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-    except OSError:  # the disk is away
+    except OSError:  # the disk is gone
         return True

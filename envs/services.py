@@ -55,7 +55,7 @@ class Limits(NamedTuple):
 class Report(NamedTuple):
     """Outages and failures of services, and starved checks, that this process has seen."""
 
-    away: dict[str, str]  # by need, "judges.NAME": its addresses, the time away, the last failure
+    away: dict[str, str]  # by need, "judges.NAME": its addresses, the downtime, the last failure
     failures: Counter[str]  # by "NAME/REASON", since this process started
     starved: Counter[str] = Counter()  # by "ENV/OUTCOME", since this process started
 

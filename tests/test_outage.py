@@ -26,6 +26,6 @@ def test_an_outage_of_the_judge_costs_time_alone(tiny_config, tmp_path, monkeypa
         found = endure(cfg, fork(tmp_path / "fork"), judge, "down", seconds=9.0)
     assert found.wrong == 0 and len(found.seconds) == 4
     assert found.failures["general/connection"] >= 3 and 2 <= found.away <= 20
-    assert "the run is waiting: judges.general is away: " + judge.url in found.told
+    assert "the run is waiting: judges.general is down: " + judge.url in found.told
     assert "all servers answer again, after" in found.told
     assert max(found.seconds) >= 5

@@ -165,7 +165,7 @@ async def test_answers_whose_judge_was_away_are_not_sampled_again(tmp_path, monk
     async def verify(row, response):
         judged.append(response)
         if len(judged) <= 2:
-            raise Away("judge 'general' is away")
+            raise Away("judge 'general' is down")
         return 1.0
 
     monkeypatch.setattr(registry, "environment", lambda name: SimpleNamespace(verify=verify))

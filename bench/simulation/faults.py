@@ -13,7 +13,7 @@ KINDS = {
     "engine": "an engine dies",
     "hang": "an engine neither works nor answers",
     "worker": "a rollout worker dies, with the drafts that it has",
-    "judge": "all judges are away for the seconds after the x: judge=0.5x600",
+    "judge": "all judges are down for the seconds after the x: judge=0.5x600",
 }
 
 LOOK = 0.01  # seconds between two checks of the engines' version
@@ -33,7 +33,7 @@ class Faults:
     """Faults per hour of the whole run, by kind; and single faults."""
 
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
-    outage: float = 600.0  # seconds that judges are away
+    outage: float = 600.0  # seconds that judges are down
     seed: int = 1
     strikes: tuple[Strike, ...] = ()
 

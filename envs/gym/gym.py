@@ -2,7 +2,7 @@
 
 NeMo-Gym's head server (`gym env start`, formerly `ng_run`) lists the address of each agent. Rows go
 to the agents directly. An agent that is unreachable costs only time: its rows wait, as they do for
-a judge that is away (envs/judge/judge.py), and do not use up attempts. It may come back on a
+a judge that is down (envs/judge/judge.py), and do not use up attempts. It may come back on a
 different port.
 """
 
@@ -28,7 +28,7 @@ from envs.services import Away, CheckerError, Report
 
 SECONDS = 5.0  # seconds that a head server may take to list its agents
 SHOWN = 300  # characters of an error
-ABSENT: dict[str, Callable[[], str]] = {}  # need -> returns why its agent is away
+ABSENT: dict[str, Callable[[], str]] = {}  # need -> returns why its agent is down
 SERVING: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, "Agent"]] = (
     weakref.WeakKeyDictionary()
 )
@@ -106,7 +106,7 @@ async def run(
 ) -> Mapping[str, Json]:
     """Lets an agent try a row, and returns the result: the row, `response`, `reward` and more.
 
-    Raises Away if the agent is away, CheckerError if the attempt failed, and the exception of
+    Raises Away if the agent is down, CheckerError if the attempt failed, and the exception of
     `failed` once that is set.
     """
     known = SERVING.setdefault(asyncio.get_running_loop(), {})
@@ -119,9 +119,9 @@ class Agent:
     def __init__(self, name: str) -> None:
         self.name = name
         self.server: Server | None = None
-        self.why = ""  # the reason why it is away
+        self.why = ""  # the reason why it is down
         self.away_since = 0.0
-        self.keeper: asyncio.Task | None = None  # runs while it is away
+        self.keeper: asyncio.Task | None = None  # runs while it is down
         self.looking = asyncio.Lock()
 
     async def run(
@@ -150,7 +150,7 @@ class Agent:
             if not is_silent and await self.lives(server, time.monotonic()):
                 raise CheckerError(f"agent {self.name!r} failed: {failure}") from None
             await self.returns(str(failure))
-            raise Away(f"agent {self.name!r} was away: {failure}") from None
+            raise Away(f"agent {self.name!r} was down: {failure}") from None
         finally:
             call.cancel()
 
@@ -171,7 +171,7 @@ class Agent:
         try:
             await asyncio.wait_for(asyncio.shield(self.keeper), services.limits().seconds)
         except TimeoutError:
-            raise Away(f"agent {self.name!r} is away, {self.state()}") from None
+            raise Away(f"agent {self.name!r} is down, {self.state()}") from None
 
     async def keep(self) -> None:
         """Looks for the agent until it answers."""
@@ -197,12 +197,12 @@ class Agent:
             return None
 
     def state(self) -> str:
-        """Returns how long the agent has been away, and why."""
+        """Returns how long the agent has been down, and why."""
         return f"for {time.monotonic() - self.away_since:.0f} s: {self.why}"
 
 
 def report() -> Report:
-    """Returns the agents that are away."""
+    """Returns the agents that are down."""
     return Report({need: state() for need, state in ABSENT.items()}, Counter())
 
 

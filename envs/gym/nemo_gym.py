@@ -69,7 +69,7 @@ def place(agent: str) -> str:
 async def rollout(row: dict, sampler: "Sampler") -> "Episode":
     """Lets the row's agent try the row once, with the policy as its model.
 
-    Raises Away if the agent is away, CheckerError if the attempt failed, and the error that kept
+    Raises Away if the agent is down, CheckerError if the attempt failed, and the error that kept
     the policy from answering.
     """
     from rollout.episode import Episode

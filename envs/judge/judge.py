@@ -3,7 +3,7 @@
     ask --> Judge, one for each name --> the least busy Server that takes calls --> its model
 
 A server that fails FAILURES times in a row takes no calls until it answers a probe; there is one
-probe at a time. If no server of a judge takes calls, the judge is away: its calls wait. A failure
+probe at a time. If no server of a judge takes calls, the judge is down: its calls wait. A failure
 is never a verdict. A call that has waited for `timeouts.rollout` raises Away, and the dispatcher
 tries the group again until the judge is back (runtime/rollouts/dispatch.py).
 
@@ -122,7 +122,7 @@ async def ask(
     `read` gets the text after the judge's reasoning. `sampling` contains chat-completion parameters
     (temperature, top_p, max_tokens); services.judges[name]["sampling"] overrides them. A reply that
     was cut off has no verdict, and a conversation that is longer than the judge's context gets
-    none. Raises Away if the judge is away for too long, and CheckerError if it refuses any other
+    none. Raises Away if the judge is down for too long, and CheckerError if it refuses any other
     request, or if UNREAD consecutive replies have no verdict.
     """
     if sum(len(message["content"]) for message in messages) > LARGE:
@@ -328,7 +328,7 @@ class Judge:
                 return await self.until_said(body)
         except TimeoutError:
             if self.away_since is not None or self.back_at > began:
-                raise Away(f"judge {self.name!r} is away: {self.state()}") from None
+                raise Away(f"judge {self.name!r} is down: {self.state()}") from None
             raise CheckerError(
                 f"judge {self.name!r} gave no answer in {seconds:g} s: {self.last}"
             ) from None
@@ -418,7 +418,7 @@ class Judge:
             self.waiting.popleft().set_result(server)
 
     async def keep(self) -> None:
-        """Reads addresses and serves waiting calls while there are calls or the judge is away."""
+        """Reads addresses and serves waiting calls while there are calls or the judge is down."""
         read_at = -REREAD
         while self.calls or self.away_since is not None:
             if time.monotonic() - read_at >= REREAD:
@@ -439,7 +439,7 @@ class Judge:
             self.away_since = time.monotonic()
 
     def state(self) -> str:
-        """Returns the judge's addresses, how long it has been away, and the last failure."""
+        """Returns the judge's addresses, how long it has been down, and the last failure."""
         since = time.monotonic() - (self.away_since or time.monotonic())
         nowhere = f"no address in JUDGES_FILE = {os.environ.get('JUDGES_FILE')!r}"
         why = self.last or "no server has announced it"

@@ -16,7 +16,7 @@ Source: NeMo-Gym's resources_servers/genrm_compare, in the version used for Nemo
 Rows for `genrm_simple_agent_reasoning_off` are answered without reasoning (rollout/messages.py).
 
 After a reply without a verdict, the judge is asked again; after TRIES such replies, neither answer
-counts as better. If the judge is away or refuses a request, the group fails and is tried again: its
+counts as better. If the judge is down or refuses a request, the group fails and is tried again: its
 answers and the verdicts so far are kept.
 
 Deliberate deviations. An answer that is empty, or was cut off during the reasoning, is shown as
@@ -70,7 +70,7 @@ async def score_group(rows: list[dict], responses: list[str]) -> list[Reward]:
     `base` is the score before the adjustments for lengths and formatting; `ties` is the share of an
     answer's comparisons that the ranking decided, and `unread` the share without a verdict.
 
-    Raises ValueError if there are fewer than two answers, Away if the judge is away, and
+    Raises ValueError if there are fewer than two answers, Away if the judge is down, and
     CheckerError if it refuses a request.
     """
     compared = comparison.pairs(len(responses))

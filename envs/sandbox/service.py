@@ -25,7 +25,7 @@ from envs.services import CheckerError, count_starved
 from settings.environment_services import is_address
 
 GRACE = 30.0  # seconds that an answer may be late
-AWAY = 900.0  # seconds that the service may be away
+AWAY = 900.0  # seconds that the service may be down
 # Seconds that it may take to answer before a run starts. A job fetches the service's image first.
 STARTS = 300.0 if "SLURM_JOB_ID" in os.environ else 60.0
 START = 20.0  # seconds that a Python there may take to start
@@ -113,7 +113,7 @@ async def attempt(url: str, source: str, stdin: str, limits: Limits) -> Ran | No
 async def execute(
     url: str, code: str, language: str, stdin: str, limits: Limits, session: str = ""
 ) -> Reply:
-    """Returns the service's answer to POST /execute; waits while the service is away.
+    """Returns the service's answer to POST /execute; waits while the service is down.
 
     `session` names the session for the language "ipython". Raises CheckerError after AWAY seconds,
     or if the service refuses the request.
@@ -135,7 +135,7 @@ async def execute(
         except Failed as failure:
             why = str(failure)
         if time.monotonic() - began > AWAY:
-            raise CheckerError(f"the sandbox service at {url} has been away for {AWAY:g} s: {why}")
+            raise CheckerError(f"the sandbox service at {url} has been down for {AWAY:g} s: {why}")
         await asyncio.sleep(pause)
         pause = min(2 * pause, 30.0)
 
@@ -177,7 +177,7 @@ async def post(
 
 
 def forget(url: str, session: str) -> None:
-    """Ends a session at the service, unless the service is away."""
+    """Ends a session at the service, unless the service is down."""
     address = f"{url.rstrip('/')}/sessions/{session}"
     request = urllib.request.Request(address, headers={HEADER: session}, method="DELETE")
     with contextlib.suppress(OSError, http.client.HTTPException), directly(request, GRACE):

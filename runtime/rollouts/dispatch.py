@@ -149,14 +149,14 @@ class Crew:
         return worker in self.ranks
 
     def receive(self, worker: "ActorHandle", report: services.Report) -> None:
-        """Notes a worker's report: outside servers that are away, failed calls, starved checks."""
+        """Notes a worker's report: outside servers that are down, failed calls, starved checks."""
         if not self.outages and any(report):
             self.outages = Outages()
         if self.outages:
             self.outages.receive(worker, report)
 
     def seconds_away(self) -> float:
-        """Returns the seconds so far during which an outside server was away."""
+        """Returns the seconds so far during which an outside server was down."""
         return self.outages.seconds() if self.outages else 0.0
 
     async def watch(self, worker: "ActorHandle") -> None:
@@ -196,7 +196,7 @@ class Dispatcher:
         """Returns one row's n rollouts, sampled by policy `version` or a later one.
 
         Tries `attempts` times, and raises the error of the last try. A RunError is raised at once.
-        A failure never becomes a reward. No try begins while a judge that the row needs is away.
+        A failure never becomes a reward. No try begins while a judge that the row needs is down.
         """
         tries = Tries(row, slot, next(self.crew.turns) % self.cfg.rollout_workers)
         while True:
@@ -238,7 +238,7 @@ class Dispatcher:
     ) -> None:
         """Counts a try that failed with `tries.error`.
 
-        The try does not count if its engine died or a judge was away. After the last try the error
+        The try does not count if its engine died or a judge was down. After the last try the error
         is raised. Raises RuntimeError if the row ended a worker that ran nothing else.
         """
         crew = self.crew
@@ -279,7 +279,7 @@ class Dispatcher:
     async def wait(
         self, seconds: float, what: str, call: Awaitable[T], needs_judges: bool = True
     ) -> T:
-        """Awaits under a named deadline, whose clock stops while a judge is away.
+        """Awaits under a named deadline, whose clock stops while a judge is down.
 
         The clock always runs if the call needs no judges.
         """
@@ -287,7 +287,7 @@ class Dispatcher:
         return await within(seconds, what, call, self.state, stopped)
 
     def state(self) -> str:
-        """Returns the census of the run and the judges that are away, for error messages."""
+        """Returns the census of the run and the judges that are down, for error messages."""
         away = self.crew.outages.state() if self.crew.outages else ""
         return f"{self.census()}; {away}" if away else self.census()
 

@@ -1,4 +1,4 @@
-"""Makes the run wait while rollout workers report that servers are away; deadlines stop then.
+"""Makes the run wait while rollout workers report that servers are down; deadlines stop then.
 
 Also adds up the failed calls and the starved checks that the workers report.
 """
@@ -76,17 +76,17 @@ class Outages:
         return found
 
     def state(self) -> str:
-        """Returns which servers are away, for error messages; "" if all answer."""
-        return "; ".join(f"{need} is away: {why}" for need, why in self.away().items())
+        """Returns which servers are down, for error messages; "" if all answer."""
+        return "; ".join(f"{need} is down: {why}" for need, why in self.away().items())
 
     def seconds(self) -> float:
-        """Returns the seconds during which some server was away, up to now."""
+        """Returns the seconds during which some server was down, up to now."""
         if self.since is None:
             return self.earlier
         return self.earlier + (time.monotonic() - self.since)
 
     def concern(self, row: dict) -> bool:
-        """Returns True if a server that the row needs is away."""
+        """Returns True if a server that the row needs is down."""
         away = self.away()
         if not away:
             return False

@@ -47,7 +47,7 @@ def ask(text: str, **sampling):
 
 
 async def first_answer() -> str:
-    """What a greedy judge says, once it is there; it is away until then."""
+    """What a greedy judge says, once it is there; it is down until then."""
     began = time.monotonic()
     asked = asyncio.create_task(ask("how are you?", temperature=0.0))
     while not services.report().away:

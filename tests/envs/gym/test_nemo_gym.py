@@ -293,7 +293,7 @@ async def test_a_try_that_an_outage_ends_is_no_attempt(server, fault):
     server.down()
     server.up()
     server.fault = ""
-    with pytest.raises(services.Away, match="was away"):
+    with pytest.raises(services.Away, match="was down"):
         await rollout
     assert (await nemo_gym.rollout(ROW, sampler_of(calls))).reward.value == 1.0
     assert not gym.ABSENT
@@ -310,7 +310,7 @@ async def silence(server):
 async def test_after_the_time_of_a_rollout_the_call_says_that_the_server_is_away(server):
     services.configure(services.current(), services.Limits(0.5))
     server.down()
-    with pytest.raises(services.Away, match=f"agent '{AGENT}' is away, for . s: .*answer"):
+    with pytest.raises(services.Away, match=f"agent '{AGENT}' is down, for . s: .*answer"):
         await nemo_gym.rollout(ROW, sampler_of(calls))
     assert list(services.report().away) == [f"nemo_gym.{AGENT}"], "it is still looked for"
     server.up()

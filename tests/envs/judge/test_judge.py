@@ -280,7 +280,7 @@ def test_a_judge_that_stays_away_is_named():
         url = server.url
     services.configure(Services(judges={"general": {"url": url}}), services.Limits(0.5, 1))
     began = time.monotonic()
-    with pytest.raises(services.Away, match=f"'general' is away: {url}, for \\d s: .*onnect"):
+    with pytest.raises(services.Away, match=f"'general' is down: {url}, for \\d s: .*onnect"):
         asked(3)
     assert 0.5 <= time.monotonic() - began < 60
 

@@ -233,7 +233,7 @@ async def test_a_service_may_be_away_for_a_limited_time():
     left = [503, 429]
     with as_sandbox(lambda _, given: left.pop() if left else executed(given)):
         assert (await outcome(SQUARE)).stdout == "49\n" and not left
-    with pytest.raises(CheckerError, match="has been away for 3 s: .*Cannot connect"):
+    with pytest.raises(CheckerError, match="has been down for 3 s: .*Cannot connect"):
         await outcome(SQUARE)
 
 
@@ -262,7 +262,7 @@ async def test_slow_answers_end_at_the_deadline_and_delay_no_other(monkeypatch):
         quick = time.monotonic() - began
         errors = await waiting
         whole = time.monotonic() - began
-    assert all("has been away for 0 s: TimeoutError" in str(error) for error in errors)
+    assert all("has been down for 0 s: TimeoutError" in str(error) for error in errors)
     assert quick < whole and whole >= 6.0  # seconds: five of the deadline's one, and the grace
 
 

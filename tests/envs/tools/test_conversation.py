@@ -158,7 +158,7 @@ def test_a_useless_reply_is_asked_for_again(talk):
 def test_a_judge_that_is_away_is_no_reward():
     away = {"general": {"url": "http://127.0.0.1:9/v1"}}
     services.configure(Services(judges=away), services.Limits(seconds=0.5))
-    with pytest.raises(services.CheckerError, match="gave no answer|is away"):
+    with pytest.raises(services.CheckerError, match="gave no answer|is down"):
         asyncio.run(conversation.rollout(ROW, Script([])))
 
 

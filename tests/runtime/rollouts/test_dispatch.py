@@ -367,7 +367,7 @@ async def test_a_worker_gets_more_time_for_its_first_answer(setting):
     assert not await crew.is_alive(first) and made.killed == [first]
 
 
-# --- judges that are away -------------------------------------------------------------------------
+# --- judges that are down -------------------------------------------------------------------------
 
 AWAY = Report({"judges.general": "http://h:1/v1, for 70 s: status 503"}, Counter())
 
@@ -412,7 +412,7 @@ async def test_no_deadline_runs_while_a_judge_is_away(setting):
     while not made.workers[0].called("rollout_group"):
         await asyncio.sleep(0)
     crew.receive("another worker", AWAY)
-    told = "2 groups ready; judges.general is away: http://h:1/v1, for 70 s: status 503"
+    told = "2 groups ready; judges.general is down: http://h:1/v1, for 70 s: status 503"
     assert made.dispatcher.state() == told
     nothing = asyncio.Event().wait()
     with pytest.raises(TimeoutError, match="a training step"):  # which needs no judge

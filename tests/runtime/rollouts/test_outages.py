@@ -1,4 +1,4 @@
-"""What the driver knows of judges that are away."""
+"""What the driver knows of judges that are down."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ def test_an_outage_is_timed_while_any_worker_reports_it(clock):
     found.receive("b", away("http://h:2/v1"))
     found.receive("a", WELL)
     clock[0] += 5
-    assert found.seconds() == 10 and found.state() == "judges.general is away: http://h:2/v1"
+    assert found.seconds() == 10 and found.state() == "judges.general is down: http://h:2/v1"
     found.receive("b", WELL)
     clock[0] += 100
     assert found.seconds() == 10 and found.state() == ""
@@ -59,7 +59,7 @@ def test_an_outage_is_told_of_now_and_then(clock, capsys):
         found.receive("a", away(f"http://h:1/v1, for {second} s"))
     found.receive("a", WELL)
     told = capsys.readouterr().out.splitlines()
-    line = "the run is waiting: judges.general is away: http://h:1/v1, for"
+    line = "the run is waiting: judges.general is down: http://h:1/v1, for"
     assert told[:-1] == [f"{line} {second} s" for second in (0, 60, 120, 240, 480, 960)]
     assert told[-1] == "all servers answer again, after 999 s"
 
