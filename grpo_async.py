@@ -96,7 +96,9 @@ if TYPE_CHECKING:
 # === Config =======================================================================================
 
 Unbounded = Annotated[float, Field(allow_inf_nan=True)]
+# Flaws of a message, which decide the advantage of its tokens.
 Penalties = dict[Literal["tool_call", "thinking"], float]
+# Flaws of an episode, which cost it its reward.
 Flaws = tuple[Literal["reasoning_is_answer", "empty_answer", "inner_eos", "think_tags"], ...]
 
 
@@ -263,8 +265,10 @@ class Batch:
     engine_logp_T: Tensor  # float32
     advantage_T: Tensor  # float32
     score_N: Tensor  # float32, the environment's rewards before shaping
-    planned_tokens: int  # of the whole update, over all ranks; with parts, of its first part
-    planned_sequences: int  # likewise
+    # Counts of the whole update, over all ranks. With parts, those of the first part: it is divided
+    # before the others are complete, and only gradients with the same divisor can be added up.
+    planned_tokens: int
+    planned_sequences: int
     old_logp_T: Tensor | None = None  # before the batch's first update, if it has several
     ref_logp_T: Tensor | None = None  # of the frozen reference, if there is a KL term
     # The experts that the engine chose for each sequence [its tokens, expert layers, experts].
@@ -418,7 +422,8 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
         the filter drops a sequence of 200                        800 are kept
         the gradients are multiplied by 1,000 / 800 = 1.25        as if divided by 800 at once
 
-    If a step is trained in parts, each part is divided by the count planned for the first part:
+    If a step is trained in parts, the first part is divided before the others are complete. So each
+    part is divided by the count planned for the first part:
 
         in the same step the first of two parts has 300           each row is divided by 300
         the gradients are multiplied by 300 / 800                 as if divided by 800 at once
@@ -453,6 +458,7 @@ def policy_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     else:
         total = sequence_mean(loss_T, mask_T, batch.seq_T).sum()
     loss = total / divisor(batch.planned_tokens, batch.planned_sequences, cfg)
+    # Values per token: their means over the kept tokens become metrics with these names.
     measured = {
         "probs_ratio": ratio_T,
         "probs_ratio_clamped": clipped_T,
@@ -627,6 +633,7 @@ class RolloutBuffer:
         """Describes, for error messages, how many groups are ready or running, and for how long."""
         oldest = max((time.monotonic() - t for t in self.running.values()), default=0.0)
         now = f"{len(self.ready)} groups ready, {len(self.running)} running (oldest {oldest:.0f} s)"
+        # Users read this, and count steps from 1.
         now += f", {len(self.taken)} of step {self.next_step + 1} taken" if self.taken else ""
         return f"version {self.version}, {now}, dropped: {dict(self.dropped) or 'none'}"
 
@@ -702,7 +709,11 @@ class Generator:
     async def join_sync_group(
         self, wire: bytes, host: str, port: int, rank: int, world: int
     ) -> list[int]:
-        """Connects the engine's workers to trainer rank 0; returns each worker's bytes for KV."""
+        """Connects the engine's workers to trainer rank 0.
+
+        `wire` is a pickled `Wire`, the terms of all updates (policy/sync/weight_sync.py). Returns
+        the bytes that each worker has for KV: on shared GPUs, an engine's successor gets as many.
+        """
         meeting = (wire, host, port, rank, world)
         return await self.engine.collective_rpc("join_sync_group", args=meeting)
 
@@ -777,7 +788,7 @@ class RolloutWorker(Generic[C]):
             for sample in pieces:
                 if rule.overlong_filtering and sample.truncated:
                     sample.mask_T[:] = False
-                sample.keep_flaws(rule.penalties)
+                sample.keep_flaws(rule.penalties)  # forgets message flaws that have no penalty
                 sample.reward = float(reward)
                 sample.advantage = float(advantage)
             samples += pieces
@@ -998,9 +1009,9 @@ def probe_gaps(policy: Policy, answers: list[list[Turn]], cfg: GroupSettings) ->
 class Engines:
     """The fleet of generators, kept at one policy version.
 
-    An engine that does not acknowledge an update is replaced. An engine whose update was cut off
-    stays paused, because its layers come from two policies, and gets the update again. Then all
-    engines join a new process group.
+    An engine that does not acknowledge an update is replaced. An engine whose update was cut off,
+    because it failed elsewhere, stays paused until it gets the update again: its layers come from
+    two policies. Before an update is sent again, all engines join a new process group.
     """
 
     def __init__(self, cfg: RunSettings, cluster: Cluster):
@@ -1048,7 +1059,11 @@ class Engines:
         return measured | await fleet.compare(version, verify)
 
     def verifies(self, version: int) -> bool:
-        """Returns whether the update is verified, because an engine is new or a check is due."""
+        """Returns whether to verify all of an update, because an engine is new or a check is due.
+
+        Each worker then reads back all parameters that it can compare, instead of some of them, and
+        the checksum of what it received is compared with that of what was sent.
+        """
         every = self.cfg.engine.verify_sync_every
         return bool(self.fleet.fresh) or (every > 0 and version % every == 0)
 
@@ -1057,7 +1072,7 @@ class Engines:
         while not run.leaving:
             replacing = repair.replace(self.fleet)
             await repair.unless_left(self.fleet, replacing, lambda: run.leaving)
-            # `replace` has waited for a loss, and until successors loaded. The lock keeps them from
+            # By now, an engine was lost, and a successor has loaded. The lock keeps successors from
             # getting weights between an optimizer step and `buffer.advance`.
             async with run.training:
                 # `missing` stays set until all engines are synced: a step may have done so by now.
@@ -1168,8 +1183,9 @@ class Run(Generic[C]):
         await self.cluster.start_trainers()
         trains = not self.cfg.command.eval_only
         must_match = self.MUST_MATCH if trains else None
-        # A checkpoint whose fields are not those of `self.state()` is refused. `load` returns its
-        # fields, its `folder`, and `evaluated`: the last version that metrics.jsonl has validated.
+        # `load` returns the state in the checkpoint, or {} if there is none. It refuses a state
+        # whose fields are not those of `self.state()`, and adds two: `folder`, and `evaluated`, the
+        # last version whose validation metrics are in metrics.jsonl.
         state = await self.checkpoints.load(must_match, self.state())
         version = state.get("version", 0)
         self.log.open(self.cfg, version)
@@ -1210,10 +1226,10 @@ class Run(Generic[C]):
     async def generate_forever(self) -> None:
         """Starts each slot as soon as the policy is recent enough for it."""
         progress = self.progress
-        last = self.cfg.steps * self.cfg.prompts_per_step
+        end = self.cfg.steps * self.cfg.prompts_per_step
         resumed = sorted(progress.in_flight)
         async with asyncio.TaskGroup() as tasks:
-            for slot in itertools.chain(resumed, range(progress.next_slot, last)):
+            for slot in itertools.chain(resumed, range(progress.next_slot, end)):
                 await self.buffer.until(partial(self.buffer.may_start, slot))
                 self.buffer.start(slot)
                 if slot == progress.next_slot:  # new: a resumed slot has its prompt
@@ -1361,13 +1377,14 @@ class Run(Generic[C]):
             tables = await asyncio.gather(*(call.mismatch for call in calls))
             return await calls[0].metrics, tables  # over all ranks; the seconds are rank 0's
 
+        # No judge is needed: the clock of the deadline runs even while a judge is away.
         measured, tables = await self.dispatcher.wait(
             cfg.timeouts.train, "a training step", finished(), needs_judges=False
         )
         if cfg.sample_period and (step + 1) % cfg.sample_period == 0:
             for call in calls:
-                # Places as indices in the groups of the whole step, of which earlier parts had
-                # `first`. A rank that does not report has no logps, and nothing is written for it.
+                # In the whole step, this part's groups come after those of earlier parts. A rank
+                # that does not report has no logps, and nothing is written for it.
                 places = call.share.places(first=len(current.groups))
                 current.scores.append(ScoredShare(places, call.logps))
         current.groups += groups
