@@ -95,7 +95,7 @@ class Loss:
 
 @checked_dataclass(frozen=True, config=CHECKED)
 class Config(TeacherSettings, GroupSettings):
-    """Distil teachers into the model that samples. P, G and weights are Nemotron 3 Ultra's."""
+    """Distil teachers into the model that samples. P, G, a, b and w are Nemotron 3 Ultra's."""
 
     prompts_per_step: PositiveInt = 1024
     """P, prompt groups in a batch."""
@@ -127,7 +127,8 @@ class Config(TeacherSettings, GroupSettings):
             (P % n == 0, f"prompts_per_step = {P} is no multiple of train_parts = {n}"),
             (low <= 0 <= high, f"advantage.clip = {low, high}: expected low <= 0 <= high"),
             (rule.low <= rule.high, f"correction.low = {rule.low} > correction.high = {rule.high}"),
-            # The experts are the student's engine's, and a teacher would be routed by them, too.
+            # The replayed experts are those that the student's engine chose. The rows that a
+            # teacher scores would carry them as well.
             (not self.policy.replay_routing, "policy.replay_routing = True: expected False"),
         ):
             if not holds:
@@ -167,7 +168,8 @@ def distillation_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     """Returns the loss of one packed row; `logp_T` [T] has the student's logprobs, with gradient.
 
     The loss has REINFORCE's form: a batch gives one update, so there is no PPO ratio. It is divided
-    by the count planned for the update, or for its first part, as in grpo_async.policy_loss.
+    by the count planned for the update, or for its first part, as in grpo_async.policy_loss. A fork
+    with another divisor also changes `Trainer.optimizer_step`.
     """
     rule = cfg.correction
     student_T = logp_T.detach()
@@ -222,12 +224,13 @@ class Teacher(Rank):
         """Joins the other ranks and loads the checkpoints of the teachers that they serve.
 
         `self.cfg` holds the settings of these ranks: its `model` is a teacher's checkpoint, the
-        first one that they serve. Raises RuntimeError if a checkpoint does not match the marker of
-        its export.
+        first one that they serve. Raises RuntimeError if a checkpoint that a run exported is
+        damaged: its marker lists the sizes and checksums of its files, of which each rank checks
+        some.
         """
         cfg = self.cfg
         self.join_ranks(rank, address)
-        # Ranks that serve several teachers are called a host, and named by its first checkpoint.
+        # A host is the ranks that hold one or more teachers. Its first checkpoint identifies it.
         models = cfg.models_of_host(cfg.model)
         for model in models:
             if found := export_flaw(model, rank, cfg.policy.ranks):
