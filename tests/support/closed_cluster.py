@@ -20,6 +20,8 @@ from grpo_async import Config
 from runtime.processes import actors, cluster, ray_start
 from support.listening_sockets import listening
 
+# What a port answers that has no such method, or whose process has left since it was seen.
+OTHER = {"UNIMPLEMENTED", "UNAVAILABLE"}
 # By which a client would read the cluster, run code in it, or ask for a process of it.
 METHODS = ("NodeInfoGcsService/GetAllNodeInfo", "InternalKVGcsService/InternalKVPut")
 METHODS += ("ActorInfoGcsService/RegisterActor", "NodeManagerService/RequestWorkerLease")
@@ -86,7 +88,7 @@ if __name__ == "__main__":
     print("agent:", status_of_agent(agent))
     ports = {socket.port for _, socket in found} - {agent}
     for method, codes in answers(ports, ()).items():
-        print(f"{method}:", *sorted(codes - {"UNIMPLEMENTED"}))
+        print(f"{method}:", *sorted(codes - OTHER))
     own = (("authorization", f"Bearer {os.environ['RAY_AUTH_TOKEN']}"),)
-    print("with the token:", *sorted(answers(ports, own)[METHODS[0]] - {"UNIMPLEMENTED"}))
+    print("with the token:", *sorted(answers(ports, own)[METHODS[0]] - OTHER))
     ray.shutdown()
