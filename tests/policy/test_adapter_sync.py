@@ -12,11 +12,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from test_fsdp import SEQUENCES, assert_same, loss_fn, opened, weights
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.multiprocessing import spawn
 
 from policy.fsdp import FSDPPolicy
 from policy.sync.adapter_sync import LEFT, PRODUCT, RIGHT, AdapterUpdate, Base, outgoing
 from policy.sync.verification import vectors
+from support.ranks import in_forks
 
 checkpoint = test_fsdp.checkpoint
 process_group = test_fsdp.process_group
@@ -270,7 +270,7 @@ def rank_main(rank: int, folder: str, model: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_tied", "gpt2"])
 def test_two_ranks_send_what_one_would(family, checkpoint, tmp_path):
-    spawn(rank_main, (str(tmp_path), checkpoint(family)), nprocs=2)
+    in_forks(rank_main, (str(tmp_path), checkpoint(family)), 2)
     torch.manual_seed(7)
     alone = trained(checkpoint(family))
     for rank in range(2):

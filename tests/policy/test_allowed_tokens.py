@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from grpo_async import Config, Update, pack
 from policy.allowed_tokens import Allowed
@@ -15,6 +14,7 @@ from rollout.drafts import DraftedCall, last_sets, unreported
 from rollout.episode import Sample, Turn, stitch
 from runtime.checkpoints import archive
 from support.configs import changed
+from support.ranks import in_forks
 
 N, H, V = 37, 8, 50
 TEMPERATURE = 0.7
@@ -104,7 +104,7 @@ def slice_of(rank: int, store: str) -> None:
 
 def test_slices_of_the_vocabulary_are_one(tmp_path):
     """Sets lie in one slice, in the other or in both."""
-    mp.spawn(slice_of, (str(tmp_path / "store"),), nprocs=2)
+    in_forks(slice_of, (str(tmp_path / "store"),), 2)
 
 
 # --- from the engine's lists to a packed row ------------------------------------------------------

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.multiprocessing import spawn
 
 import policy.fsdp
 from policy import logprobs
 from policy.fsdp import FSDPPolicy
 from policy.logprobs import Entropy, Head, TokenLogprobs
 from settings.network import PolicySettings
+from support.ranks import in_forks
 
 VOCAB, TEMPERATURE = 96, 0.7
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
@@ -537,7 +537,7 @@ def rank_main(rank: int, folder: str, models: dict[str, Path]) -> None:
 @pytest.mark.slow
 def test_two_ranks_train_as_one(checkpoint, tmp_path):
     models = {family: checkpoint(family) for family in ("qwen3_tied", "mamba")}
-    spawn(rank_main, (str(tmp_path), models), nprocs=2)
+    in_forks(rank_main, (str(tmp_path), models), 2)
     seen = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
     policy = opened(models["qwen3_tied"])
     alone = train(policy, 0, 1)

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing import spawn
 
 from policy.fsdp import FSDPPolicy
 from settings.network import PolicySettings
+from support.ranks import in_fresh_forks
 
 ROWS = {"vocab_size": 97}  # no number of ranks divides them
 SIZES = ROWS | {"hidden_size": 36, "intermediate_size": 60, "num_hidden_layers": 2}
@@ -104,7 +104,7 @@ def test_each_rank_reads_its_rows_alone(models, tmp_path, monkeypatch):
     cache = str(Path(models["tied"]).parent / "cache")
     for name, value in {"HF_HUB_CACHE": cache, "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)
-    spawn(rank_main, (str(tmp_path), models), nprocs=max(WORLDS))
+    in_fresh_forks(rank_main, (str(tmp_path), models), max(WORLDS))
     for kind in models:
         folder = models["tied" if kind == "hub" else kind]
         files = [load_file(path) for path in Path(folder).glob("*.safetensors")]

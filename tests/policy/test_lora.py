@@ -13,7 +13,6 @@ from pytest import approx, mark, raises
 from safetensors.torch import load_file
 from test_fsdp import EMPTY, SEQUENCES, assert_same, loss_fn, opened, pack, plain_logprobs, weights
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.multiprocessing import spawn
 from transformers.pytorch_utils import Conv1D
 
 import policy.fsdp
@@ -21,6 +20,7 @@ from core.errors import InputError
 from policy.factory import open_policy
 from policy.fsdp import FSDPPolicy
 from settings.network import PolicySettings
+from support.ranks import in_forks
 
 checkpoint = test_fsdp.checkpoint
 process_group = test_fsdp.process_group
@@ -281,7 +281,7 @@ def rank_main(rank: int, folder: str, model: str) -> None:
 
 @mark.slow
 def test_two_ranks_train_as_one(checkpoint, tmp_path):
-    spawn(rank_main, (str(tmp_path), checkpoint("qwen3_tied")), nprocs=2)
+    in_forks(rank_main, (str(tmp_path), checkpoint("qwen3_tied")), 2)
     torch.manual_seed(7)
     alone = opened(checkpoint("qwen3_tied"), lora_rank=RANK)
     start = flat(adapters(alone))

@@ -3,7 +3,6 @@
 The trainer ranks gather their tensors from each other as well, as those of a sharded policy do.
 """
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -20,6 +19,7 @@ from policy.sync import weight_sync
 from policy.sync.receiver import WeightReceiver
 from policy.sync.weight_sync import Sender, Wire
 from settings.config import Timeouts
+from support.ranks import SERVER
 
 BUCKET_BYTES = 1 << 20
 TENSORS = 12
@@ -166,10 +166,8 @@ class Process:
     """One of them, from outside."""
 
     def __init__(self, kind: type, *args):
-        context = multiprocessing.get_context("forkserver")  # beside threads a fork may hang
-        context.set_forkserver_preload(["policy.sync.weight_sync", "settings.config"])
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, kind, args), daemon=True)
+        self.pipe, theirs = SERVER.Pipe()
+        self.process = SERVER.Process(target=serve, args=(theirs, kind, args), daemon=True)
         self.process.start()
         theirs.close()
 
