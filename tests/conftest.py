@@ -22,7 +22,7 @@ import pytest
 import quick_start  # noqa: F401
 
 from envs import services
-from support import data
+from support import data, forked_python
 from support.configs import changed
 from support.program import ROOT
 
@@ -148,6 +148,30 @@ def tiny_model(tmp_path_factory) -> str:
     )
     model.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory) -> Iterator[str]:
+    """A Python for commands that has imported their libraries, with this process's variables."""
+    path = tmp_path_factory.mktemp("warm") / "python"
+    with forked_python.python(path, os.environ):
+        yield str(path)
+
+
+@pytest.fixture(scope="session")
+def parsers_python(tmp_path_factory) -> Iterator[str]:
+    """A Python that has imported vLLM's parsers, which takes ten seconds."""
+    path = tmp_path_factory.mktemp("parsers") / "python"
+    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    libraries = ("vllm.entrypoints.openai.chat_completion.protocol", "vllm.parser")
+    with forked_python.python(path, os.environ | own, (*libraries, "vllm.tokenizers.hf")):
+        yield str(path)
+
+
+@pytest.fixture
+def warm_parsers(parsers_python, monkeypatch) -> None:
+    """Servers of envs/parsers start as forks of a process that has imported vLLM's parsers."""
+    monkeypatch.setattr(sys, "executable", parsers_python)
 
 
 @pytest.fixture(scope="session")

@@ -126,12 +126,12 @@ runpy.run_path("bare.py", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_bare_copy_runs_its_own_classes(fork):
+def test_a_bare_copy_runs_its_own_classes(fork, warm_python):
     """No line of the copy names the file: neither its classes nor its usage are grpo_async's."""
     shutil.copy(ROOT / "grpo_async.py", fork / "bare.py")
-    done = ran(sys.executable, "-c", WHICH_CLASSES, root=fork)
+    done = ran(warm_python, "-c", WHICH_CLASSES, root=fork)
     assert done.stdout.split() == ["bare", "bare", "False"], done.stderr
-    done = ran(sys.executable, "bare.py", "--help", root=fork)
+    done = ran(warm_python, "bare.py", "--help", root=fork)
     assert done.stdout.startswith("usage: bare.py "), done.stderr
 
 

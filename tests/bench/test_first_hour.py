@@ -56,9 +56,9 @@ def test_benches_give_their_figures(tmp_path, tiny_model):
     assert re.match(f"sampled {costs}; verified {costs}", experts)
 
 
-def test_what_was_planned_stands_beside_what_was_measured(tmp_path, tiny_model):
+def test_what_was_planned_stands_beside_what_was_measured(tmp_path, tiny_model, warm_python):
     cfg = ("--model", tiny_model, "--dry_run", "--run_dir", tmp_path / "run")
-    planned = ran(sys.executable, "grpo_async.py", *cfg).stdout
+    planned = ran(warm_python, "grpo_async.py", *cfg).stdout
     measured = {"step_seconds": 2.5, "sync_transfer": 0.125}
     said = hour.beside(planned, measured)
     assert re.fullmatch(r"step 2.50 s, 0\.\d+ planned, weight update 0.12 s, 0.00 planned", said)

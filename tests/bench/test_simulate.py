@@ -340,10 +340,10 @@ def program(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_last_line_says_what_binds_and_what_to_change(tmp_path):
+def test_the_last_line_says_what_binds_and_what_to_change(tmp_path, warm_python):
     small = ("--prompts_per_step", "16", "--group_size", "4", "--steps", "8", "--splits", "2")
     words = ("configs/rlvr1.py", *small, "--page", tmp_path / "page.html")
-    done = ran(sys.executable, "bench/simulate.py", *words, seconds=300)
+    done = ran(warm_python, "bench/simulate.py", *words, seconds=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "s a step, bound by the longest rollout" in lines[-1]

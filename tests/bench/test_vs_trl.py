@@ -13,12 +13,12 @@ from support.samples import asking
 
 
 @pytest.mark.slow
-def test_what_is_compared_starts(tiny_model, tmp_path):
+def test_what_is_compared_starts(tiny_model, tmp_path, warm_python):
     vs_trl.copy_ours(tmp_path)
     shutil.copytree(tiny_model, tmp_path / "model")
     write_rows(tmp_path / "train.jsonl", [asking("say a", "vowels")])
     words = ("grpo_async.py", "--config", "configs/bench.py", "--dry_run")
-    done = ran(sys.executable, *words, root=tmp_path)
+    done = ran(warm_python, *words, root=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "envs/vowels.py" in done.stdout
 

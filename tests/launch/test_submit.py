@@ -77,12 +77,12 @@ def test_scripts_are_clean(script):
 
 
 @pytest.fixture
-def given(tmp_path):
+def given(tmp_path, warm_python):
     """The variables of a run that could be submitted."""
     rows = write_rows(tmp_path / "rows.jsonl", spelling_rows(4))
     of_job = {"EXP_NAME": "one", "SLURM_PARTITION": "batch", "SLURM_ACCOUNT": "me"}
     of_job |= {"CONFIG_PATH": "configs/tiny.py", "MODEL_PATH": "models/tiny"}
-    return of_job | {"TRAIN_PATH": rows, "VAL_PATH": rows, "GRPO_PYTHON": sys.executable}
+    return of_job | {"TRAIN_PATH": rows, "VAL_PATH": rows, "GRPO_PYTHON": warm_python}
 
 
 def submit(variables: dict[str, str], *flags: str) -> subprocess.CompletedProcess:

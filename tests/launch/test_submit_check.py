@@ -169,10 +169,10 @@ def test_what_compiles_kernels_is_missed_where_gpus_are(monkeypatch, tmp_path, c
 
 
 @pytest.mark.slow
-def test_kernels_are_looked_for_in_the_job_alone(argv):
+def test_kernels_are_looked_for_in_the_job_alone(argv, warm_python):
     """In processes without tests/cpu, which has a Transformer Engine."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "launch/submit_check.py", *argv, "--policy.kind", "megatron"]
+    command = [warm_python, "launch/submit_check.py", *argv, "--policy.kind", "megatron"]
     done = ran(*command, env=env)
     assert done.returncode == 0 and "memory of a trainer rank, GiB: stage 1" in done.stdout
     done = ran(*command, env=env | {"SLURM_JOB_ID": "1"})

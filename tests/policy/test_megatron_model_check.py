@@ -158,9 +158,9 @@ def test_replicas_of_a_layout():
 
 
 @pytest.mark.slow
-def test_the_program_refuses_a_layout_within_seconds(folder):
+def test_the_program_refuses_a_layout_within_seconds(folder, warm_python):
     flags = ["--policy.kind", "megatron", "--policy.tp", "3", "--policy.ranks", "3"]
     began = time.monotonic()
-    ended = ran(sys.executable, "grpo_async.py", "--model", folder("qwen3"), *flags)
+    ended = ran(warm_python, "grpo_async.py", "--model", folder("qwen3"), *flags)
     assert ended.returncode == 1 and "error: policy.tp = 3 does not divide" in ended.stderr
     assert time.monotonic() - began < 30 and "Traceback" not in ended.stderr

@@ -20,7 +20,7 @@ from support.calls import TOOLS, answer, broken
 from support.chats import Scripted, real, spell
 from support.examples import tries
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_parsers")]
 
 XML = ("nemotron_v3", "qwen3_coder")
 # Parsers of thoughts and calls, and variables of the template.

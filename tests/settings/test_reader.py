@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -12,7 +13,7 @@ import shutil
 import socket
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from runtime.engines.engine import engine_arguments
 from settings import merging, reader
 from settings.conflicts import OWN_ENGINE_ARGS
 from settings.hub import fetched, missing_weights
+from support import forked_python
 from support.program import ROOT, ran, unboxed
 
 TINY = "configs/tiny.py"
@@ -362,10 +364,18 @@ def hub(model, tmp_path) -> Path:
 UNCHECKED = "from runtime.startup import preflight; preflight.check = lambda cfg: None"
 
 
-def load_model(hub: Path, config_text: str, *flags: str, before: str = UNCHECKED, **env: str):
+@pytest.fixture(scope="module")
+def load_model(tmp_path_factory) -> Iterator[Callable]:
+    """The function `loaded` with a Python whose libraries are imported, but for the hub's."""
+    path = tmp_path_factory.mktemp("python") / "python"
+    with forked_python.python(path, os.environ, ("torch", "ray", "tyro")):
+        yield functools.partial(loaded, str(path))
+
+
+def loaded(python: str, hub: Path, text: str, *flags: str, before: str = UNCHECKED, **env: str):
     """What a process says that loads a config file with the real huggingface_hub."""
     path = hub.parent / "mine.py"
-    path.write_text(config_text)
+    path.write_text(text)
     code = f"""
 import sys
 from runtime.startup import preflight
@@ -376,7 +386,7 @@ print(preflight.load(RunSettings, sys.argv[1:], "").model)
 """
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(hub)} | env
     env.pop("HF_HUB_CACHE", None)
-    command = (sys.executable, "-c", code, "--config", path, *flags)
+    command = (python, "-c", code, "--config", path, *flags)
     return ran(*command, root=hub.parent, env=env)
 
 
@@ -385,7 +395,7 @@ OTHER = "model = 'acme/other'\n"
 
 
 @pytest.mark.slow
-def test_a_model_of_the_hub_is_its_local_snapshot(hub):
+def test_a_model_of_the_hub_is_its_local_snapshot(hub, load_model):
     """Without network, through huggingface_hub itself; what it found is checked."""
     snapshot = hub / "hub/models--acme--small/snapshots/0a1b2c"
     done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
@@ -397,14 +407,14 @@ def test_a_model_of_the_hub_is_its_local_snapshot(hub):
 
 
 @pytest.mark.slow
-def test_a_folder_goes_before_the_hub(hub, model):
+def test_a_folder_goes_before_the_hub(hub, model, load_model):
     shutil.copytree(model, hub.parent / "acme/small")
     done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
     assert done.stdout.splitlines()[-1] == str(hub.parent / "acme/small"), done.stderr
 
 
 @pytest.mark.slow
-def test_weights_that_the_cache_lacks_matter_to_a_run_but_not_to_a_dry_run(hub):
+def test_weights_that_the_cache_lacks_matter_to_a_run_but_not_to_a_dry_run(hub, load_model):
     snapshot = hub / "hub/models--acme--small/snapshots/0a1b2c"
     (snapshot / "model.safetensors").unlink()
     done = load_model(hub, SMALL, HF_HUB_OFFLINE="1")
@@ -427,7 +437,7 @@ def test_every_file_that_an_index_names_must_be_there(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_had_is_an_error_that_says_what_was_tried(hub):
+def test_a_model_that_cannot_be_had_is_an_error_that_says_what_was_tried(hub, load_model):
     done = load_model(hub, OTHER, HF_HUB_OFFLINE="1")
     (line,) = done.stderr.splitlines()
     folder = hub.parent / "acme/other"
@@ -438,7 +448,7 @@ def test_a_model_that_cannot_be_had_is_an_error_that_says_what_was_tried(hub):
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_waited_for_with_a_deadline(hub):
+def test_a_hub_that_does_not_answer_is_waited_for_with_a_deadline(hub, load_model):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         env = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         short = f"hub.HUB_SECONDS = 0.5\n{UNCHECKED}"

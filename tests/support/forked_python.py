@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 LIBRARIES = ("torch", "transformers.models.auto.auto_factory", "ray", "reasoning_gym", "tyro")
@@ -31,10 +31,15 @@ sys.exit(int(server.recv(8) or b"120"))
 
 
 @contextlib.contextmanager
-def python(path: Path, env: dict[str, str]) -> Iterator[None]:
-    """Writes a program to `path` that is a Python as long as the context is open."""
+def python(
+    path: Path, env: Mapping[str, str], libraries: Sequence[str] = LIBRARIES
+) -> Iterator[None]:
+    """Writes a program to `path` that is a Python as long as the context is open.
+
+    Libraries have read their environment variables already, those of `env`.
+    """
     address = f"{path}.socket"  # at most 107 bytes
-    command = [sys.executable, str(Path(__file__).resolve()), address]
+    command = [sys.executable, str(Path(__file__).resolve()), address, *libraries]
     server = subprocess.Popen(command, env=env)
     try:
         while not os.path.exists(address):
@@ -88,10 +93,11 @@ def status_of(words: list[str]) -> int:
     return 0
 
 
-def serve(address: str) -> None:
+def serve(address: str, libraries: Sequence[str]) -> None:
     """Forks for each client: one that runs the command, and one that waits for it."""
     sys.path.remove(os.path.dirname(__file__))
-    for name in LIBRARIES:
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    for name in libraries:
         importlib.import_module(name)
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
@@ -111,6 +117,8 @@ def serve(address: str) -> None:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(env)
+        asked = env.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:] = [*filter(None, asked), *(folder for folder in sys.path if folder not in own)]
         command = os.fork()
         if command:
             client.sendall(str(os.waitstatus_to_exitcode(os.waitpid(command, 0)[1]) % 256).encode())
@@ -120,4 +128,4 @@ def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], sys.argv[2:])

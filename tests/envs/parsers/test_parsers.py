@@ -238,6 +238,7 @@ def test_a_run_with_an_unknown_parser_does_not_start(tiny_config):
 # --- the process ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("warm_parsers")
 async def test_answers_are_parsed_in_a_process_and_the_event_loop_is_not_held_up(named):
     """As `Sampler.generate` has them parsed. With 1 MB of each piece a parse takes 8 s at most."""
     model = named(*NEMOTRON)
@@ -266,6 +267,7 @@ async def test_answers_are_parsed_in_a_process_and_the_event_loop_is_not_held_up
     assert sorted(held)[-5] < 0.3  # 0.04, but others use the CPUs
 
 
+@pytest.mark.usefixtures("warm_parsers")
 def test_a_turn_is_parsed_once_for_the_tools_and_the_template_of_its_row(named):
     tokenizer = load_tokenizer(named(*NEMOTRON))
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
@@ -291,6 +293,7 @@ def test_a_turn_is_parsed_once_for_the_tools_and_the_template_of_its_row(named):
     assert broken.judged.malformed == "tool_call" and (Sample.of([broken]).flaw_T[2:] == 1).all()
 
 
+@pytest.mark.usefixtures("warm_parsers")
 async def test_an_answer_that_takes_too_long_is_malformed_and_the_next_is_read(named, monkeypatch):
     """vLLM joins the characters of arguments that are JSON in quadratic time."""
     monkeypatch.setattr(parsers, "CPU_SECONDS", 0.5)
