@@ -14,6 +14,7 @@ from envs.following import instruction_following
 from envs.following.instructions import RULES
 from envs.following.sentences import sentences, simple_sentences
 from support.data import HERE, in_both
+from support.examples import tries
 from support.loop import at_once
 from support.tables import gives, refused, table
 from support.verifiers import HOSTILE, gym_rows, known_answers
@@ -131,8 +132,9 @@ def test_wrong_answers_earn_nothing():
 
 
 @pytest.mark.slow
-def test_hostile_answers():
+def test_hostile_answers(monkeypatch):
     """Each rule has an end on each of them, and one that takes too long costs the answer."""
+    monkeypatch.setattr(instruction_following, "DEADLINE", 2.0)
     of = {"instruction_id_list": [name for name, *_ in EXAMPLES]}
     of |= {"kwargs": [given for _, given, *_ in EXAMPLES], "grading_mode": "fraction"}
     began = time.monotonic()
@@ -142,7 +144,7 @@ def test_hostile_answers():
 
 
 @given(st.text(st.sampled_from("aB1. *-#<>[]\"',!?\n")) | st.text())
-@settings(max_examples=200, deadline=None)  # of 56 instructions each
+@settings(max_examples=tries(200), deadline=None)  # of 56 instructions each
 def test_any_text_is_judged(text):
     asked = [(name, given) for name, given, *_ in EXAMPLES]
     if text.strip():

@@ -96,8 +96,9 @@ def test_a_check_that_cannot_be_forked():
     assert verdict(pool, "") == {"value": 0.0}
 
 
-def test_a_warden_that_cannot_be_forked():
+def test_a_warden_that_cannot_be_forked(monkeypatch):
     """For a moment, it is forked a moment later; for long, the server and its wardens live on."""
+    monkeypatch.setattr(checkers, "GRACE", 1.0)
     pool = Checkers("support.evaluating:make_crowded_check", children=1)
     assert verdict(pool, "1") == {"value": 1.0}
     server, _ = pool.server
