@@ -40,15 +40,15 @@ def in_ranks(work: Callable[[dict, Path], dict], paths: list[Path]) -> None:
 
 def rank_main(rank: int, world: int, store: str, work: Callable, paths: list[Path]) -> None:
     """Does jobs of one world size, one after the other."""
-    from policy.megatron.policy import mpu
-
+    megatron = sys.modules.get("policy.megatron.policy")  # to import it takes each rank seconds
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     for path in paths:
         found = work(json.loads(path.read_text()), path.parent)
         if rank == 0:
             torch.save(found, path.with_suffix(".pt"))
         dist.barrier()
-        mpu.destroy_model_parallel()
+        if megatron:
+            megatron.mpu.destroy_model_parallel()
 
 
 def weights(policy) -> dict[str, torch.Tensor]:
