@@ -131,12 +131,13 @@ def test_the_lines_follow_an_installation_and_give_the_exit_status(tmp_path):
     assert said.startswith("pass  install")
 
 
+@pytest.mark.long
 def test_the_head_is_measured_against_full_logits(tmp_path):
     code, (line,) = table(tmp_path, "logprobs")
     assert code == 0 and " ".join(line[4:]).startswith("chunked 0.")
 
 
-@pytest.mark.parametrize("how", ["megatron", "transformers"])
+@pytest.mark.parametrize("how", ["transformers", pytest.param("megatron", marks=pytest.mark.long)])
 def test_a_checkpoint_of_nemotron_h_loses_nothing(how):
     env = os.environ | {"PYTHONPATH": f"{ROOT}/tests/cpu"}
     done = ran(sys.executable, "bench/nemotron_h.py", how, env=env)
