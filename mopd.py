@@ -1,12 +1,15 @@
 """Multi-teacher on-policy distillation (MOPD), in one file, read from top to bottom.
 
     A_t  =  log pi_teacher(t) - log pi_train(t)                    no gradient flows through it
+    C_t  =  min(max(a A_t + b A_i, -20), 20)                       nor through this
     w_t  =  min(max(pi_train(t) / pi_engine(t), 0.2), 5)           nor through this
-    loss = -sum_t  w_t  (a A_t + b A_i)  log pi_train(t)  /  (tokens kept in the whole batch)
+    loss = -sum_t  w_t  C_t  log pi_train(t)  /  (tokens kept in the whole batch)
 
 The student samples an answer, and the row's teacher scores each token of that answer. With w = 1,
 the expected gradient of the loss is the gradient of KL(student || teacher) at each state that the
-student visits. A sequence is kept if its mean exp|log pi_train - log pi_engine| is at most 2.
+student visits. The clamp breaks this equality only at tokens to which teacher and student give
+probabilities that differ by a factor above e^20. A sequence is kept if its mean
+exp|log pi_train - log pi_engine| is at most 2.
 A_i is the advantage of the sample's reward within its group (equation 9 of the MiMo-V2-Flash
 report, arXiv:2601.02780). The published value for Nemotron 3 Ultra is b = 0: one sample per prompt,
 and no reward.
@@ -101,8 +104,8 @@ class Config(TeacherSettings, GroupSettings):
     """P, prompt groups in a batch."""
     group_size: PositiveInt = 1
     """G, samples per prompt; 2 or more for loss.reward."""
-    advantage: Advantage = dataclasses.field(default_factory=Advantage)
-    """How rewards are turned into advantages, for loss.reward."""
+    advantage: Advantage = dataclasses.field(default_factory=lambda: Advantage(clip=(-20.0, 20.0)))
+    """Interval of a token's advantage (clip), and how rewards become advantages for loss.reward."""
     correction: Correction = dataclasses.field(default_factory=lambda: Correction(low=0.2))
     """Importance weights of the tokens, pi_train / pi_engine, and the sequence-error filter."""
     loss: Loss = dataclasses.field(default_factory=Loss)
@@ -180,11 +183,13 @@ def distillation_loss(logp_T: Tensor, batch: Batch, cfg: Config) -> RowLoss:
     weight_T, inside_T = importance_weights(gap_T, mask_T, batch.seq_T, rule)
 
     distill_T = batch.teacher_logp_T - student_T
-    A_T = cfg.loss.distill * distill_T + cfg.loss.reward * batch.advantage_T
+    unclamped_T = cfg.loss.distill * distill_T + cfg.loss.reward * batch.advantage_T
+    A_T = unclamped_T.clamp(*cfg.advantage.clip)
     loss_T = -weight_T * A_T * logp_T
     loss = torch.where(mask_T, loss_T, 0.0).sum() / max(batch.planned_tokens, 1)
     measured = {
         "advantage": A_T,
+        "advantage_clip_fraction": (unclamped_T != A_T).float(),
         "reverse_kl": -distill_T,
         "student_prefers": (distill_T < 0).float(),
         "sampling_importance_ratio": weight_T,

@@ -59,7 +59,8 @@ class Case:
             "reward": dice.choice([0.0, 1.0, 0.25]),
         }
         weights = weights if any(weights.values()) else {"distill": 1.0}
-        group = {"group_size": 2}
+        clip = dice.choice([(-20.0, 20.0), (-1.0, 0.5)])
+        group = {"group_size": 2, "advantage": {"clip": clip}}
         self.cfg = config(correction=rule, loss=Loss(**weights), **group)
         self.planned = dice.randint(1, 40)
         self.kept = 0  # tokens that the loop has summed
@@ -106,6 +107,7 @@ class Case:
                     w = math.exp(gap[t]) if inside else 0.0
                 a_mopd = self.teacher[i][t] - self.student[i][t]
                 A = loss.distill * a_mopd + loss.reward * self.A[i]
+                A = min(max(A, self.cfg.advantage.clip[0]), self.cfg.advantage.clip[1])
                 total -= w * A * self.student[i][t] / self.planned
                 slopes[i][t] = -w * A / self.planned
                 self.kept += 1
@@ -161,6 +163,22 @@ def test_a_teacher_that_is_the_student_teaches_nothing():
     loss.backward()
     assert loss.item() == 0 and not logp_T.grad.any()
     assert stats["tokens/reverse_kl"] == 0 and stats["tokens/student_prefers"] == 0
+
+
+def test_a_tokens_advantage_is_clamped_to_20():
+    """Log-ratios of -35, 35 and 2: NeMo-RL's mopd.yaml has advantage_clip_low: -20, _high: 20."""
+    student, teacher = [-1.0, -36.0, -3.0], [-36.0, -1.0, -1.0]
+    logp_T = torch.tensor([0.0, *student], requires_grad=True)
+    batch = pack([scored([1, 2, 3], student, teacher)], Update(3, 1, []), config())
+    loss, stats = distillation_loss(logp_T, batch, config())
+    loss.backward()
+    assert (-3 * logp_T.grad).tolist() == pytest.approx([0.0, -20.0, 20.0, 2.0])
+    assert stats["tokens/advantage_clip_fraction"] == 2
+    assert stats["tokens/reverse_kl"] == pytest.approx(-2.0)
+    unclamped = config(advantage={"clip": (-math.inf, math.inf)})
+    logp_T.grad = None
+    distillation_loss(logp_T, batch, unclamped).loss.backward()
+    assert (-3 * logp_T.grad).tolist() == pytest.approx([0.0, -35.0, 35.0, 2.0])
 
 
 def bigrams(random_state: np.random.Generator, V: int) -> np.ndarray:
@@ -291,7 +309,7 @@ def test_metrics_by_hand():
     found = step_metrics(reduce_stats([stats]), 3, 1.0)
     assert found["advantage"] == pytest.approx(0.0) and found["reverse_kl"] == pytest.approx(0.0)
     assert found["student_prefers"] == pytest.approx(1 / 3)
-    assert not any("ratio_min" in name or "clip" in name for name in found)
+    assert not any("ratio_min" in name for name in found) and "clip_fraction" not in found
 
 
 def test_a_sample_without_a_score_is_refused():

@@ -30,7 +30,13 @@ def gradient(case: Case, dice: random.Random) -> list[float]:
     samples, table = made(case)
     policy = TablePolicy(table, lr=0.0)
     policy.table_V.data = torch.tensor(table, dtype=torch.float64)
-    used = trainer(policy, correction=case.cfg.correction, loss=case.cfg.loss, group_size=2)
+    used = trainer(
+        policy,
+        correction=case.cfg.correction,
+        loss=case.cfg.loss,
+        group_size=2,
+        advantage=case.cfg.advantage,
+    )
     parts = dice.choice([1, 2, 3])
     homes = [dice.randrange(parts * dist.get_world_size() * 2) for _ in samples]
     for part in [*range(parts)] * 2:  # the second step begins anew
