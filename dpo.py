@@ -420,10 +420,9 @@ def main() -> None:
     """Checks everything that can be checked without starting a process, then runs."""
     cfg = reader.load(Config, sys.argv[1:], default="configs/tiny_dpo.py")
     if cfg.command.dry_run:
-        from dry_run import explain
+        from dry_run import show
 
-        print(explain(cfg, Config))
-        return
+        sys.exit(show(cfg, Config))
     from runtime.startup import modes, preflight
 
     preflight.prepare(cfg)

@@ -1460,10 +1460,9 @@ def main() -> None:
 
     cfg = reader.load(Config, sys.argv[1:], default="configs/tiny.py")
     if cfg.command.dry_run:
-        from dry_run import explain
+        from dry_run import show
 
-        print(explain(cfg, Config))
-        return
+        sys.exit(show(cfg, Config))
     from envs.check_rows import load_rows
     from runtime.startup import modes, preflight
 

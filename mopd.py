@@ -412,10 +412,9 @@ def main() -> None:
 
     cfg = reader.load(Config, sys.argv[1:], default="configs/tiny_mopd.py")
     if cfg.command.dry_run:
-        from dry_run import explain
+        from dry_run import show
 
-        print(explain(cfg, Config))
-        return
+        sys.exit(show(cfg, Config))
     from envs.check_rows import load_rows
     from runtime.startup import modes, preflight
     from runtime.startup.check_teachers import check_teachers

@@ -1,8 +1,9 @@
 """Tabulates the needs and limits of a run without starting it or reading its weights.
 
-`explain` counts memory (policy/gpu_memory.py) and, under Megatron, bytes sent (megatron_sizes.py),
-and estimates seconds (pace.py), from a Config and the config.json of its model. prep/check.py
-checks the rows. The assumptions about the hardware are printed with the result.
+`show` prints the table that `explain` makes from a Config and the config.json of its model. It
+counts memory (policy/gpu_memory.py) and, under Megatron, bytes sent (megatron_sizes.py), and
+estimates seconds (pace.py). prep/check.py checks the rows. The assumptions about the hardware are
+printed with the result.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from pathlib import Path
 from core.errors import InputError
 from dry_run import boxes, disk, megatron_sizes, pace, teacher_costs
 from envs import services
+from envs.judge import endpoints
 from policy import gpu_memory, logprobs, model_shape
 from policy.gpus import GIB, Gpu, planned
 from policy.model_shape import Model
@@ -28,6 +30,18 @@ from settings.distillation import TeacherSettings
 from settings.merging import flatten
 
 JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue accepts
+
+
+def show(cfg: TrainingSettings, Config: type) -> int:
+    """Prints the whole table; returns the exit status, 1 if a problem is in it.
+
+    Judges that JUDGES lists count as present: launch/submit.sh starts them together with the run.
+    Raises InputError as `explain` does.
+    """
+    with services.granting(endpoints.is_announced):
+        table = explain(cfg, Config)
+    print(table)
+    return int("\nPROBLEM: " in table)
 
 
 def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = None) -> str:
@@ -68,7 +82,7 @@ def explain(cfg: TrainingSettings, Config: type, data: check.Summary | None = No
     if lacks_board(cfg):
         lines.append("note: W&B is not installed here: pip install wandb")
     lines += data.lines
-    wrong = problems(model, cfg, gpu) + data.problems
+    wrong = problems(model, cfg, gpu) + data.problems + data.needs_missing()
     lines += [f"PROBLEM: {problem}" for problem in wrong] or ["everything fits"]
     return "\n".join(lines)
 
@@ -425,16 +439,18 @@ def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 def data_rows(cfg: TrainingSettings) -> check.Summary:
     """Returns the lines of `data_prep.py check` for the data files that exist."""
-    every = check.Summary([], [])
+    every = check.Summary([], [], {})
     for field, path in {"data.train": cfg.data.train, "data.val": cfg.data.val}.items():
         if Path(path).is_file():
             if isinstance(cfg, RunSettings):
                 services.configure(cfg.services)
-                lines, wrong = check.summary(path, cfg.data.max_bad_rows, cfg=cfg)
+                found = check.summary(path, cfg.data.max_bad_rows, cfg=cfg)
             else:
-                lines, wrong = preference_rows.summary(path, cfg.data.max_bad_rows)
-            every.lines.extend([f"{field} = {path}: {lines[0]}", *lines[1:]])
-            every.problems.extend(wrong)
+                pairs = preference_rows.summary(path, cfg.data.max_bad_rows)
+                found = check.Summary(*pairs, {})
+            every.lines.extend([f"{field} = {path}: {found.lines[0]}", *found.lines[1:]])
+            every.problems.extend(found.problems)
+            every.add_missing(found.missing)
     return every
 
 

@@ -61,7 +61,7 @@ def settings(argv: list[str]) -> "TrainingSettings":
         default, read, loops_of = "configs/tiny.py", load_rows, modes.loops
     cfg = reader.load(program.Config, argv, default=default)
     # Rows are counted by agent before the job, not again while its nodes wait.
-    data = check.Summary([], []) if runs_here() else None
+    data = check.Summary([], [], {}) if runs_here() else None
     table = explain(cfg, program.Config, data)
     print(table)
     if "\nPROBLEM: " in table:

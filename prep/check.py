@@ -34,11 +34,34 @@ class Found:
     needs: set[Need] = field(default_factory=set)  # needs of good rows
 
 
+@dataclass
+class Missing:
+    """A need that is not met, and the agents whose rows have it."""
+
+    problem: str
+    agents: set[str] = field(default_factory=set)
+
+
 class Summary(NamedTuple):
-    """A file's contents, one line per agent, and the problems that prevent training."""
+    """A file's contents, one line per agent, and what prevents training."""
 
     lines: list[str]
-    problems: list[str]
+    problems: list[str]  # with the rows
+    missing: dict[str, Missing]  # by the need's name
+
+    def add_missing(self, others: dict[str, Missing]) -> None:
+        """Adds the unmet needs of another file."""
+        for name, other in others.items():
+            self.missing.setdefault(name, Missing(other.problem)).agents.update(other.agents)
+
+    def needs_missing(self) -> list[str]:
+        """Describes each unmet need once, however many agents have it."""
+        found = []
+        for name, need in sorted(self.missing.items()):
+            first, *others = sorted(need.agents)
+            who = f"{first} and {len(others)} more lack" if others else f"{first} lacks"
+            found.append(f"{who} {name}: {need.problem}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -64,11 +87,13 @@ class Check:
             raise InputError(f"--nemo_gym: {error}") from None
         if self.nemo_gym:
             configured.configure(servers)
-        problems = []
+        every = Summary([], [], {})
         for path in self.files:
             found = summary(path, self.max_bad_rows, self.services)
             print("\n".join([f"{path}: {found.lines[0]}", *found.lines[1:]]))
-            problems += [f"PROBLEM: {problem}" for problem in found.problems]
+            every.problems.extend(found.problems)
+            every.add_missing(found.missing)
+        problems = [f"PROBLEM: {problem}" for problem in every.problems + every.needs_missing()]
         print("\n".join(problems or ["all rows can be trained on"]))
         return int(bool(problems))
 
@@ -87,6 +112,7 @@ def summary(
     bad = sum(agent.bad.total() for agent in found.values())
     text = [f"{rows:,} rows" + (f", {bad:,} of them bad" if bad else "")]
     problems = [] if rows > bad else [f"{path}: holds no good rows, expected at least one"]
+    lacking: dict[str, Missing] = {}
     for name, agent in sorted(found.items()):
         module = known.get(name)
         served = f"envs/{module}.py" if module else elsewhere(name)
@@ -104,8 +130,8 @@ def summary(
             missing = ", missing" if problem else ""
             text.append(f"  {'':<40} {'':>9}  needs {need.name}{missing}")
             if problem:
-                problems.append(f"{path}: {name} lacks {need.name}: {problem}")
-    return Summary(text, problems)
+                lacking.setdefault(need.name, Missing(problem)).agents.add(name)
+    return Summary(text, problems, lacking)
 
 
 def elsewhere(agent: str) -> str:

@@ -64,12 +64,18 @@ def scripts(page: str) -> list[str]:
 
 
 def dry(script: str, place: Path) -> str:
-    """It starts nothing: programs get their flag, and scripts look at DRY_RUN."""
+    """It starts nothing: programs get their flag, and scripts look at DRY_RUN.
+
+    A dry run may name what this machine lacks, such as Lean, but must print its whole table.
+    """
     lines = re.sub(r"\s*\\\n\s*", " ", script).split("\n")
     kept = [line for line in lines if not any(name in line for name in ELSEWHERE)]
     for i, line in enumerate(kept):
-        if "grpo_async.py" in line and "--dry_run" not in line:
-            kept[i] = line.replace("grpo_async.py", "grpo_async.py --dry_run", 1)
+        if "grpo_async.py" not in line:
+            continue
+        if "--dry_run" not in line:
+            line = line.replace("grpo_async.py", "grpo_async.py --dry_run", 1)
+        kept[i] = f'told=$({line}\n) || grep "^PROBLEM: " <<<"$told"'
     return "\n".join(kept).replace("/shared/", f"{place}/")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from core.http import directly
 from envs import Json
 from envs.judge import prompts
+from envs.services import Need
 from settings.environment_services import is_address
 
 VARIABLES = ("JUDGES_FILE", "JUDGES", "JUDGE_NODES")  # variables of launch/grpo.sbatch
@@ -63,17 +64,31 @@ def _problem(name: str, judge: str, file: str, served: str, nodes: str) -> str:
         with ThreadPoolExecutor(len(found)) as pool:
             answers = pool.map(lambda url: unserved(url, settings.get("model", "")), found)
             return next(filter(None, answers), "")
-    lines = (text_of(served) or served).splitlines()
-    names = [line.split()[0] for line in lines if line.strip()]
+    names = listed(served)
     comes = bool(file) or nodes not in ("", "0")  # perhaps with a job that is not submitted yet
     if comes and (name in names or not names):
         return ""
-    lacks = "JUDGES has no line for it" if comes else "neither JUDGES_FILE nor JUDGE_NODES is set"
+    lacks = "neither JUDGES_FILE nor JUDGE_NODES is set"
+    if names and name not in names:
+        lacks = "JUDGES has no line for it"
     return (
         f"no url, and {lacks}: expected services.judges = "
         f"{{{name!r}: {{'url': 'http://HOST:PORT/v1'}}}}, "
         f"or `{name} MODEL GPUS` in JUDGES (docs/judges.md)"
     )
+
+
+def listed(served: str) -> list[str]:
+    """Returns the names of the judges in JUDGES, which is a file or its lines."""
+    lines = (text_of(served) or served).splitlines()
+    return [line.split()[0] for line in lines if line.strip()]
+
+
+def is_announced(need: Need) -> bool:
+    """Returns True for a judge whose servers launch/submit.sh will start with the run."""
+    starts = os.environ.get("JUDGE_NODES") != "0"
+    names = listed(os.environ.get("JUDGES", ""))
+    return starts and need.name in [f"judges.{name}" for name in names]
 
 
 def unserved(url: str, model: str) -> str:

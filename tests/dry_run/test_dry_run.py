@@ -78,7 +78,7 @@ def data_files(monkeypatch) -> set[str]:
     """The data files that a run lacks; the others are taken to be there."""
     absent: set[str] = set()
     monkeypatch.setattr(dry_run, "isfile", lambda path: path not in absent)
-    monkeypatch.setattr(dry_run, "data_rows", lambda cfg: Summary([], []))
+    monkeypatch.setattr(dry_run, "data_rows", lambda cfg: Summary([], [], {}))
     return absent
 
 

@@ -151,6 +151,36 @@ def test_the_dry_run_says_the_same(tiny_model, tmp_path):
     assert "PROBLEM" not in dry_run.explain(changed(cfg, data={"max_bad_rows": 1}), Config)
 
 
+def test_the_dry_run_names_a_missing_judge_once_and_exits_with_1_until_judges_has_it(
+    tiny_model, tmp_path, monkeypatch, capsys
+):
+    """As an operator looks: three agents in two files lack one judge, and JUDGES names a file."""
+    for name in ("JUDGES_FILE", "JUDGES", "JUDGE_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    agents = ("one", "two", "three")
+    module = f'AGENTS = {agents}\nneeds = lambda row: ("judges.general",)\n'
+    (tmp_path / "judged.py").write_text(f"{module}\ndef verify(row, response): return 0\n")
+    monkeypatch.setattr(envs, "__path__", [*envs.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "served", lambda: dict.fromkeys(agents, "judged"))
+    rows = [math_row(1, agent_ref={"name": name}) for name in agents]
+    paths = {"train": write_rows(tmp_path / "train.jsonl", rows[:2])}
+    paths["val"] = write_rows(tmp_path / "val.jsonl", rows[1:])
+    cfg = changed(Config(model=tiny_model), data=paths, val_period=1)
+    assert dry_run.show(cfg, Config) == 1
+    (problem,) = re.findall("^PROBLEM: (.*)$", capsys.readouterr().out, re.M)
+    told = "one and 2 more lack judges.general: no url, and neither JUDGES_FILE nor JUDGE_NODES"
+    assert problem.startswith(told)
+    (tmp_path / "judges.txt").write_text("genrm org/model 8\n")
+    monkeypatch.setenv("JUDGES", str(tmp_path / "judges.txt"))
+    assert dry_run.show(cfg, Config) == 1
+    assert "JUDGES has no line for it" in capsys.readouterr().out
+    (tmp_path / "judges.txt").write_text("general org/model 8\n")
+    assert dry_run.show(cfg, Config) == 0
+    assert "everything fits" in capsys.readouterr().out
+    monkeypatch.setenv("JUDGE_NODES", "0")  # then submit.sh starts none
+    assert dry_run.show(cfg, Config) == 1
+
+
 def test_the_dry_run_checks_what_depends_on_settings_of_sampling(tiny_model, tmp_path):
     hot, long = math_row(1), math_row(2)
     hot["responses_create_params"]["temperature"] = 0.5
