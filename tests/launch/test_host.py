@@ -2,8 +2,9 @@
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from conftest import spelling_rows, write_rows
@@ -38,11 +39,16 @@ mounts = ["/lustre:/lustre"]
 """
 
 
+def program_of(path: Path) -> ModuleType:
+    """The program that a configuration is for."""
+    return {"dpo": dpo, "mopd": mopd}.get(path.stem.rpartition("_")[2], grpo_async)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_takes_the_gpus_of_its_dry_run(path):
-    program = {"dpo": dpo, "mopd": mopd}.get(path.stem.rpartition("_")[2], grpo_async)
+    program = program_of(path)
     cfg = reader.read(program.Config, path)
-    found = host.settings(["--config", str(path)])
+    found = host.settings(["--config", str(path)], Path(program.__file__))
     assert host.gpus(found, program is not dpo) == len(placement.gpus(cfg))
     assert [found["save_before"], found["keep_last"]] == [cfg.save_before, cfg.keep_last]
     assert [found["data.train"], found["data.val"]] == [cfg.data.train, cfg.data.val]
@@ -64,10 +70,11 @@ def test_teachers_share_their_ranks_as_in_the_dry_run(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(f"from configs.ultra_mopd import *\n{shared}{layouts}")
     cfg = reader.read(mopd.Config, path)
-    found = host.settings(["--config", str(path)])["teacher_ranks"]
+    program = Path(mopd.__file__)
+    found = host.settings(["--config", str(path)], program)["teacher_ranks"]
     assert found == sum(ranks for ranks, _ in cfg.teacher_ranks) == 32 + 16 + 16
     flags = ["--teacher_policy.ranks", "48", "--teachers", '{"swe": "b"}']
-    assert host.settings(["--config", str(path), *flags])["teacher_ranks"] == 32 + 3 * 48
+    assert host.settings(["--config", str(path), *flags], program)["teacher_ranks"] == 32 + 3 * 48
     for wrong in ("{", "[1]"):
         with pytest.raises(errors.InputError, match="teachers: expected a dictionary"):
             host.settings(["--config", str(path), "--teachers", wrong])
@@ -173,8 +180,51 @@ def test_a_disk_has_room_for_checkpoints_and_a_note_counts_the_exports_that_stay
         assert (said in capsys.readouterr().out) is noted
 
 
-def test_ranks_of_a_teacher_that_are_no_number_are_refused(tmp_path):
-    flags = ["--config", str(ROOT / "configs/tiny_mopd.py"), "--teacher_policy.ranks"]
-    for value in ("x", "0", "-1"):
-        with pytest.raises(errors.InputError, match="ranks of the teacher '.*': expected a whole"):
-            host.settings([*flags, value])
+def test_ranks_of_a_teacher_that_are_no_number_are_refused():
+    flags = ["--config", str(ROOT / "configs/ultra_mopd.py"), "--teacher_layouts"]
+    for value in ('"x"', "0", "-1"):
+        with pytest.raises(errors.InputError, match="ranks of the teacher 'swe': expected a whole"):
+            host.settings([*flags, f'{{"swe": {{"ranks": {value}}}}}'], Path(mopd.__file__))
+
+
+WRONG = {  # what passed once, although the job refuses it in its first minute
+    "--polcy.lr 1e-6": "--polcy.lr: there is no such flag; did you mean --policy.lr?",
+    "grpo.num_generations_per_prompt=16": "a key of NeMo-RL; here: group_size (docs/from_nemo_rl",
+    "--policy.lr abc": "the command line: policy.lr = 'abc': expected a number above 0",
+    "--gpu b900": "the command line: gpu = 'b900': expected one of auto, h100, h200, b200",
+    "--steps 7": "genrm_simple_agent lacks judges.genrm: no url, and neither JUDGES_FILE nor",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_five_wrong_calls_are_refused_before_anything_is_submitted(flags, bare, tmp_path):
+    """On Python without packages, with CONTAINER; the last one lacks JUDGES."""
+    write_rows(bare / "rows.jsonl", [{"agent_ref": {"name": "genrm_simple_agent"}}])
+    given = {"EXP_NAME": "one", "CONFIG_PATH": "configs/rlvr1.py", "MODEL_PATH": "models/super"}
+    given |= {"TRAIN_PATH": "rows.jsonl", "CONTAINER": "nvcr.io/x/y:1", "SLURM_ACCOUNT": "me"}
+    given |= {"SLURM_PARTITION": "batch", "PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    given |= {"HOME": str(tmp_path), "SKIP_CODE_SNAPSHOT": "true"}
+    if flags != "--steps 7":
+        given |= {"JUDGES": "launch/judges/rlvr.txt"}
+    done = ran("bash", "launch/submit.sh", "--data.val=", *flags.split(), root=bare, env=given)
+    assert done.returncode == 1 and WRONG[flags] in done.stderr, done.stdout + done.stderr
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(("agent", "judges", "lacks"), [
+    ("math_with_judge_simple_agent", {"general": {}}, ["judges.general"]),
+    ("math_with_judge_simple_agent", {}, []),
+    ("equivalence_llm_judge_simple_agent", {}, ["judges.general"]),
+    ("equivalence_llm_judge_simple_agent", {"general": {"url": "http://127.0.0.1:9/v1"}}, []),
+    ("swe_agents_train", {"general": {}, "genrm": {}}, []),
+])  # fmt: skip
+def test_judges_are_missing_if_rows_need_them_and_nothing_provides_them(
+    agent, judges, lacks, monkeypatch
+):
+    for name in ("JUDGES_FILE", "JUDGES", "JUDGE_NODES"):
+        monkeypatch.delenv(name, raising=False)
+    found = list(host.missing_judges(Counter([agent]), judges))
+    assert [line.split()[2].strip(":") for line in found] == lacks
+    monkeypatch.setenv("JUDGES", "general org/model 8 x2")
+    monkeypatch.setenv("JUDGE_NODES", "2")
+    assert not list(host.missing_judges(Counter([agent]), judges))
