@@ -118,12 +118,33 @@ def servers(judges: list[Judge], gpus: int, given: str, node: int) -> list[Judge
     return packed(judges, gpus)[node]
 
 
+def hub_folder() -> Path:
+    """Returns the folder for downloads of the Hugging Face hub, as launch/grpo.sbatch sets it."""
+    cache = os.environ.get("PERSISTENT_CACHE")
+    usual = f"{cache}/hf" if cache else "~/.cache/huggingface"
+    return Path(os.environ.get("HF_HOME") or usual).expanduser()
+
+
+def check_weights(judges: list[Judge]) -> None:
+    """Raises ValueError if the jobs must not use the hub and a model is not here."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() not in ("1", "ON", "YES", "TRUE"):
+        return
+    for judge in judges:
+        cached = hub_folder() / "hub" / f"models--{judge.model.replace('/', '--')}"
+        if not Path(judge.model).is_dir() and not any(cached.glob("snapshots/*/config.json")):
+            raise ValueError(
+                f"{judge.name}: HF_HUB_OFFLINE is set, and {judge.model} is neither a folder nor "
+                f"in {hub_folder()}: launch/fetch_judges.py downloads it"
+            )
+
+
 def main(gpus: str, node: str = "") -> None:
     """Prints the number of nodes, or a node's servers; exits with a message if JUDGES is wrong."""
     given = os.environ.get("JUDGE_NODES", "")
     try:
         judges = read(os.environ.get("JUDGES", ""), int(gpus))
         if not node:
+            check_weights(judges)
             print(nodes_of(judges, int(gpus), given))
             return
         first = 0

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "vllm serve": "launch/test_judge_protocol.py",
     "runtime.checkpoints.lineage": "runtime/checkpoints/test_lineage.py",
     "launch/setup.sh": "launch/test_setup.py",
+    "launch/fetch_judges.py": "launch/test_fetch_judges.py",
     "launch/attach.sh": "test_slurm.py",
     "data_prep.py pivot": "prep/test_pivot.py",
     "--check": "prep/test_swe_rows.py",
