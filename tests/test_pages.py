@@ -29,6 +29,8 @@ ELSEWHERE = {
     "runtime.checkpoints.lineage": "runtime/checkpoints/test_lineage.py",
     "launch/setup.sh": "launch/test_setup.py",
     "launch/fetch_judges.py": "launch/test_fetch_judges.py",
+    "launch/judge_prompts.py": "launch/test_judge_prompts.py",
+    "github.com/NVIDIA-NeMo/RL": "launch/test_judge_prompts.py",
     "launch/attach.sh": "test_slurm.py",
     "data_prep.py pivot": "prep/test_pivot.py",
     "--check": "prep/test_swe_rows.py",
