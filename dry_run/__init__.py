@@ -8,6 +8,7 @@ printed with the result.
 
 import dataclasses
 import math
+import os
 from importlib.util import find_spec
 from os.path import isfile
 from pathlib import Path
@@ -29,7 +30,9 @@ from settings.config import RunSettings, TrainingSettings
 from settings.distillation import TeacherSettings
 from settings.merging import flatten
 
-JOB_SECONDS = 4 * 3600  # assumed: the longest job that a Slurm queue accepts
+JOB_SECONDS = 4 * 3600  # the longest job that a Slurm queue accepts, if launch/submit.sh sets none
+LOAD_SECONDS = 900  # assumed: from a job's start to its first step
+RESERVE = 2  # jobs are counted for this many times the estimate, which leaves out environments
 
 
 def show(cfg: TrainingSettings, Config: type) -> int:
@@ -425,7 +428,11 @@ def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
     nodes = math.ceil(gpus / pace.NODE_GPUS) or 1
     margin = pace.signal_seconds(model, cfg, step)
     run = cfg.timeouts.start + cfg.steps * step + margin
-    minutes = math.ceil(min(JOB_SECONDS, run) / 60)
+    longest = int(os.environ.get("JOB_SECONDS", JOB_SECONDS))
+    minutes = math.ceil(min(longest, run) / 60)
+    training = longest - LOAD_SECONDS - (cfg.save_before or margin)
+    steps_per_job = max(1, math.floor(training / step))
+    jobs = math.ceil(RESERVE * cfg.steps / steps_per_job)
     saved = pace.checkpoint_bytes(model, cfg)
     part = f"{saved.node / 1e9:,.1f} of {saved.whole / 1e9:,.1f} GB"
     return [
@@ -433,6 +440,7 @@ def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
         f" a checkpoint takes {pace.checkpoint_seconds(model, cfg):,.0f} s, a node writes {part}",
         f"  --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={min(gpus, pace.NODE_GPUS)}"
         f" --time={minutes // 60:02}:{minutes % 60:02}:00 --signal=B:USR1@{margin}",
+        f"  --jobs={jobs} of {longest / 3600:g} h, for {RESERVE} times these hours",
         f"  no step that starts after SLURM_JOB_END_TIME - {margin} is sure to be saved",
     ]
 

@@ -52,8 +52,8 @@ done
 [[ ${EXP_NAME:-x} =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
     bad "EXP_NAME = '$EXP_NAME': expected letters, digits, . _ -, but no . or - at the start"
 [[ " ${arguments[*]} " != *"{time}"* ]] || bad "run_dir has {time}: each job would begin anew"
-[[ ${JOBS:-1} =~ ^[1-9][0-9]{0,3}$ ]] ||
-    bad "JOBS = '$JOBS': expected the number of jobs in the chain, 1 to 9999"
+[[ ${JOBS:-1} =~ ^([1-9][0-9]{0,3}|auto)$ ]] ||
+    bad "JOBS = '$JOBS': expected the number of jobs in the chain, 1 to 9999, or auto"
 for name in CPU_NODES SAVE_BEFORE SBATCH_NUM_NODES GPUS_PER_NODE PROFILE_NODES \
     ENABLE_MTP_INFERENCE NUM_SPECULATIVE_TOKENS MAX_NUM_BATCHED_TOKENS; do
     [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ ]] || bad "$name = '${!name}': expected a whole number"
@@ -79,6 +79,9 @@ arguments=(--config "$CONFIG_PATH" --model "${MODEL_PATH%/}" --data.train "$TRAI
 [[ $CONFIG_PATH =~ (dpo|mopd)\.py$ ]] && named=${BASH_REMATCH[0]} || named=grpo_async.py
 export GRPO_PROGRAM=${GRPO_PROGRAM:-$named} # a fork is named by the variable
 [ "$GRPO_PROGRAM" = grpo_async.py ] || echo "program: $GRPO_PROGRAM"
+limit=${SLURM_TIME_LIMIT:-4:00:00}
+length=$(seconds "$limit")
+export JOB_SECONDS=$length
 needs=$(env -u SLURM_JOB_ID "$python" "launch/$look" "${arguments[@]}") || status=$?
 printf '%s\n' "$needs"
 case $status in 0) ;; 3) exit 0 ;; *) exit 1 ;; esac # 3: the run has finished
@@ -89,14 +92,16 @@ warning=${SAVE_BEFORE:-$(flag signal | sed 's/.*@//')}
 if [ "${GRPO_EXECUTOR:-slurm}" = local ]; then
     exec "$python" "$GRPO_PROGRAM" "${arguments[@]}"
 fi
+if [ "${JOBS:-1}" = auto ]; then
+    JOBS=$(flag jobs)
+    [ -n "$JOBS" ] || fail "JOBS = auto: the dry run counts jobs, and needs .venv on this machine"
+fi
 export JUDGE_NODES=${JUDGE_NODES:-0} CPU_NODES=${CPU_NODES:-0}
 needed=$(($(flag nodes) + JUDGE_NODES + CPU_NODES)) nodes=${SBATCH_NUM_NODES:-0}
 [ "$nodes" = 0 ] || [ "$nodes" -ge "$needed" ] ||
     fail "SBATCH_NUM_NODES = $nodes: expected $needed or more: $(flag nodes) for the run," \
         "JUDGE_NODES = $JUDGE_NODES, CPU_NODES = $CPU_NODES"
 [ "$nodes" != 0 ] || nodes=$((${PROFILE_NODES:-0} > needed ? PROFILE_NODES : needed))
-limit=${SLURM_TIME_LIMIT:-4:00:00}
-length=$(seconds "$limit")
 [ "$length" -gt $((warning + 60)) ] ||
     fail "SLURM_TIME_LIMIT = '$limit': expected more than SAVE_BEFORE = $warning s plus a minute"
 options=(--job-name="$EXP_NAME" --dependency=singleton --nodes="$nodes" --exclusive

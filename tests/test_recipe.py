@@ -280,6 +280,8 @@ def shape(tmp_path_factory):
 def test_a_config_fits_its_gpus(name, shape, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # where no rows are, whatever this machine has made
     monkeypatch.setattr(dry_run, "isfile", lambda path: True)
+    hours = 12 if name == "swe2" else 4  # a job's, as in the command of the page
+    monkeypatch.setenv("JOB_SECONDS", str(hours * 3600))
     large = shape_of(name) in ("models/super_sft", "models/ultra_sft")
     gpu = "b200" if large and not name.startswith("h100/") else "h100"
     flags = ["--config", str(FILES[name]), "--model", shape[shape_of(name)], "--dry_run"]
@@ -289,10 +291,19 @@ def test_a_config_fits_its_gpus(name, shape, monkeypatch, tmp_path):
     assert "PROBLEM" not in told, told
     assert f"assumed: {gpu.upper()}: " in told and "everything fits" in told
     cfg = load(name)
+    if name in CHAIN:
+        assert f"--jobs={jobs_of(name)} of {hours} h" in told
     step = float(re.search(r"= step +([\d,.]+)", told)[1].replace(",", ""))
     margin = int(re.search(r"--signal=B:USR1@(\d+)", told)[1])
     assert cfg.timeouts.train > step and cfg.timeouts.rollout > (cfg.max_lag + 1) * step
     assert not cfg.save_before or cfg.save_before > margin, "a checkpoint would come too late"
+
+
+def jobs_of(name: str) -> str:
+    """The number of jobs that the page states beside the command of a stage."""
+    start = f"`EXP_NAME={name} CONFIG_PATH=configs/{name}.py "
+    (line,) = (line for line in PAGE.splitlines() if start in line)
+    return line.split("|")[2].strip()
 
 
 def with_teachers(name: str, shape: str, folder: Path) -> list[str]:

@@ -848,6 +848,19 @@ def test_a_data_file_that_is_not_there_does_not_fit(of_8b, data_files):
     assert "everything fits" not in text
 
 
+def test_jobs_are_counted_for_twice_the_estimate_and_by_the_jobs_length(of_8b, monkeypatch):
+    """A job trains the whole steps between its start and Slurm's warning."""
+    cfg = of_8b(steps=1000, save_before=1800)
+    for hours in (4, 12):
+        monkeypatch.setenv("JOB_SECONDS", str(hours * 3600))
+        text = dry_run.explain(cfg, Config)
+        step = float(re.search(r"= step +([\d,.]+)", text)[1].replace(",", ""))
+        in_a_job = (hours * 3600 - 900 - 1800) // step
+        (count, length) = re.search(r"--jobs=(\d+) of (\d+) h", text).groups()
+        assert int(length) == hours and abs(int(count) - 2 * 1000 / in_a_job) <= 1
+    assert int(count) > 1
+
+
 def test_wandb_that_is_not_installed_is_noted(of_8b):
     """No problem: where a job is submitted it need not be there."""
     text = dry_run.explain(of_8b(wandb=True), Config)

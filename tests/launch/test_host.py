@@ -153,6 +153,8 @@ def test_a_container_needs_nothing_of_ours_on_the_machine_that_submits(bare, tmp
     assert few.returncode == 1 and f"error: SBATCH_NUM_NODES = 108: {told}" in few.stderr
     half = ran(*command, root=bare, env=given | {"GPUS_PER_NODE": "4", "JUDGE_NODES": "0"})
     assert half.returncode == 1 and "GPUS_PER_NODE = 4: nodes are counted with 8" in half.stderr
+    auto = ran(*command, root=bare, env=given | {"JOBS": "auto"})
+    assert auto.returncode == 1 and "JOBS = auto: the dry run counts jobs" in auto.stderr
     more = ran(*command, root=bare, env=given | {"SBATCH_NUM_NODES": "110"})
     assert "job 7: one, 110 nodes" in more.stdout
     without = ran(*command, root=bare, env=given | {"CONTAINER": ""})

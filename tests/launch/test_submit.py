@@ -113,7 +113,7 @@ def test_help_is_no_run(given):
 @pytest.mark.slow
 def test_the_command_of_sbatch_can_be_seen(given, tiny_model, monkeypatch):
     """Nodes of engines, judges and environments; the warning reaches the batch script alone."""
-    more = {"DRY_RUN": "true", "CPU_NODES": "1", "MODEL_PATH": tiny_model}
+    more = {"DRY_RUN": "true", "CPU_NODES": "1", "MODEL_PATH": tiny_model, "JOBS": "auto"}
     more["JUDGES"] = "general models/judge 8 x2"
     done = submit(given | more, "--steps", "7", "--max_lag", "0")
     assert done.returncode == 0, done.stderr
@@ -125,6 +125,7 @@ def test_the_command_of_sbatch_can_be_seen(given, tiny_model, monkeypatch):
     left = ["--resume", "auto", "--save_before", signal.partition("@")[2]]
     assert words[-8:] == ["--steps", "7", "--max_lag", "0", *left]
     assert "#SBATCH --no-kill" in done.stdout
+    assert "--jobs=1 of 4 h" in done.stdout and "# 1 times; nothing was" in done.stdout
     assert not (ROOT / "code_snapshots/one").exists()
 
 
