@@ -203,13 +203,14 @@ def test_the_commands_of_the_page_name_each_stage_once():
     ((_, _, *rows),) = tables(PAGE, "file")
     files = {name: ticked(row[0])[0] for row in rows for name in ticked(row[5])}
     for name in CHAIN:
-        cfg = load(name)
-        paths = f"MODEL_PATH={cfg.model} TRAIN_PATH={cfg.data.train} VAL_PATH={cfg.data.val} "
-        start = f"`EXP_NAME={name} CONFIG_PATH=configs/{name}.py {paths}"
-        (line,) = (line for line in PAGE.splitlines() if start in line)
-        assert line.endswith("bash launch/submit.sh --gpu b200` |"), "a B200 is no H100"
-        assert re.findall(r" JUDGES=(\S+) ", line) == list(filter(None, [files.get(name)]))
-        assert cfg.run_dir == f"runs/{name}"
+        for gpu, config in (("b200", name), ("h100", f"h100/{name}")):
+            cfg = load(config)
+            paths = f"MODEL_PATH={cfg.model} TRAIN_PATH={cfg.data.train} VAL_PATH={cfg.data.val} "
+            start = f"`EXP_NAME={name} CONFIG_PATH=configs/{config}.py {paths}"
+            (line,) = (line for line in PAGE.splitlines() if start in line)
+            assert line.endswith(f"bash launch/submit.sh --gpu {gpu}` |"), "a B200 is no H100"
+            assert re.findall(r" JUDGES=(\S+) ", line) == list(filter(None, [files.get(config)]))
+            assert cfg.run_dir == f"runs/{name}"
         assert PAGE.count(f"`python grpo_async.py --config configs/{name}.py --resume auto`") == 1
 
 
