@@ -26,6 +26,7 @@ from runtime.engines.probe import EVERY
 from runtime.processes import placement
 from runtime.startup.model_checks import lacking
 from runtime.startup.preflight import check_arguments
+from settings import conflicts
 from settings.config import RunSettings, TrainingSettings
 from settings.distillation import TeacherSettings
 from settings.merging import flatten
@@ -453,6 +454,9 @@ def data_rows(cfg: TrainingSettings) -> check.Summary:
             if isinstance(cfg, RunSettings):
                 services.configure(cfg.services)
                 found = check.summary(path, cfg.data.max_bad_rows, cfg=cfg)
+                if field == "data.train" and found.rows:
+                    passes = conflicts.of_passes(cfg.steps, cfg.prompts_per_step, found.rows)
+                    every.problems.extend([passes] if passes else [])
             else:
                 pairs = preference_rows.summary(path, cfg.data.max_bad_rows)
                 found = check.Summary(*pairs, {})

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from core.errors import InputError
 from envs.judge import endpoints
 from runtime.processes.placement import shares
-from settings import merging, names_of_other_trainers
+from settings import conflicts, merging, names_of_other_trainers
 from settings.declared import Setting, declared
 
 ROOT = Path(__file__).parent.parent
@@ -271,6 +271,9 @@ def main(argv: list[str]) -> None:
     has_engines = "engine.count" in cfg
     problems = [*disk(SimpleNamespace(**cfg))]
     if has_engines:
+        total = agents[0].total()
+        passes = conflicts.of_passes(cfg["steps"], cfg["prompts_per_step"], total)
+        problems += [passes] if passes else []
         problems += missing_judges(sum(agents, Counter()), cfg["services.judges"])
     if problems:
         raise InputError("; ".join(problems))

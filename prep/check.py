@@ -48,6 +48,7 @@ class Summary(NamedTuple):
     lines: list[str]
     problems: list[str]  # with the rows
     missing: dict[str, Missing]  # by the need's name
+    rows: int = 0  # that can be trained on
 
     def add_missing(self, others: dict[str, Missing]) -> None:
         """Adds the unmet needs of another file."""
@@ -131,7 +132,7 @@ def summary(
             text.append(f"  {'':<40} {'':>9}  needs {need.name}{missing}")
             if problem:
                 lacking.setdefault(need.name, Missing(problem)).agents.add(name)
-    return Summary(text, problems, lacking)
+    return Summary(text, problems, lacking, rows - bad)
 
 
 def elsewhere(agent: str) -> str:

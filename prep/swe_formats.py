@@ -1,4 +1,4 @@
-"""Turns issue records into rows: SWE-bench, SWE-Gym, R2E-Gym, SWE-smith and NeMo-Gym.
+"""Turns issue records into rows: SWE-bench, SWE-Gym, R2E-Gym, SWE-smith, SWE-rebench, NeMo-Gym.
 
 Field names and image names come from NeMo-Gym's responses_api_agents/swe_agents (its
 _find_container and download_containers.py), R2E-Gym's commit_models and swesmith's harness.
@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from core.errors import InputError
 from envs import registry
+from prep import swe_commands
+from prep.swe_commands import SCRIPT, WORKDIR
 
 COLUMNS = [
     "responses_create_params",
@@ -39,23 +41,21 @@ COLUMNS = [
     "tests",
     "harness",
     "start_patch",
+    "install_config",
     "dataset",
 ]
 AGENT = "swe_agents_train"  # the agent whose environment judges the rows
-WORKDIR = "/testbed"
 ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.S)  # around the text that R2E-Gym shows
 SIGNS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
 # The beginning of a data set's name, without its organisation, in lower case.
-KINDS = {"r2e-gym": "r2e", "swe-gym": "gym", "swe-smith": "smith", "swe-bench": "bench"}
+KINDS = {
+    "r2e-gym": "r2e",
+    "swe-gym": "gym",
+    "swe-smith": "smith",
+    "swe-rebench-v2": "rebench",
+    "swe-bench": "bench",
+}
 OTHERS = ("swe-bench-ext", "swe-bench-live", "swe-bench-extra", "swe-bench_pro")
-SCRIPT = """source /opt/miniconda3/bin/activate
-conda activate testbed
-cd {workdir}
-: '>>>>> Start Test Output'
-{command}
-: '>>>>> End Test Output'
-"""
-
 
 V = TypeVar("V", list, dict)
 Scripts = Callable[
@@ -224,13 +224,33 @@ def of_bench(
     made |= {name: found.text(name) for name in ("base_commit", "patch", "test_patch")}
     given = found.fields
     if "eval_script" not in given or "log_parser" not in given:
-        given = scripts("gym" if prefix == "swegym" else "bench", given)
+        given = scripts("bench", given)
     return by_script(found, made, given["eval_script"], given["log_parser"])
 
 
 def of_gym(found: Issue, scripts: Scripts) -> dict[str, Any]:
     """Returns the row for a SWE-Gym record."""
-    return of_bench(found, scripts, "swegym", "_s_")
+    return of_bench(found, lambda kind, record: known_script(record), "swegym", "_s_")
+
+
+def known_script(record: dict[str, Any]) -> dict[str, str]:
+    """Returns a SWE-Gym record's script and parser. Raises Refused if there are none."""
+    given = swe_commands.of_swe_gym(record)
+    if "why" in given:
+        raise Refused(given["why"])
+    return given
+
+
+def of_rebench(found: Issue, scripts: Scripts) -> dict[str, Any]:
+    """Returns the row for a SWE-rebench-V2 record, which says how its tests are run and read."""
+    config = found.json("install_config", dict, "an object with test_cmd and log_parser")
+    made = base(found, found.id, found.text("image_name"))
+    made["workdir"] = f"/{found.text('repo').rpartition('/')[2]}"
+    made |= {name: found.text(name) for name in ("base_commit", "patch", "test_patch")}
+    given = swe_commands.of_swe_rebench(config, made["workdir"])
+    if "why" in given:
+        raise Refused(given["why"])
+    return by_script(found, made, given["eval_script"], given["log_parser"])
 
 
 def of_r2e(found: Issue, scripts: Scripts) -> dict[str, Any]:
@@ -270,6 +290,7 @@ MAKERS: dict[str, Callable[[Issue, Scripts], dict[str, Any]]] = {
     "gym": of_gym,
     "r2e": of_r2e,
     "smith": of_smith,
+    "rebench": of_rebench,
 }
 
 

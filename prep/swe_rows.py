@@ -28,8 +28,9 @@ class Found:
 class Swe:
     """Turns repository issues into rows for envs/swe/swe.py, if they can be graded.
 
-    Records come from SWE-bench, SWE-Gym, R2E-Gym and SWE-smith, from NeMo-Gym rows that hold one in
-    their `metadata`, as in the SWE 2 blend, and from rows that this command has written.
+    Records come from SWE-bench, SWE-Gym, R2E-Gym, SWE-smith and SWE-rebench-V2, from NeMo-Gym rows
+    that hold one in their `metadata`, as in the SWE 2 blend, and from rows that this command has
+    written.
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
@@ -41,7 +42,7 @@ class Swe:
     sources: tuple[str, ...] = ()
     """Data sets, given like SOURCE, that supply the fields that records lack, by instance_id."""
     tables: str = ""
-    """A Python with swebench 4.1, swegym or swesmith, for records without a test script."""
+    """A Python with swebench 4.1 or swesmith, for records without a test script."""
     agent: str = swe_formats.AGENT
     """Agent for records that name no agent."""
     harness: str = ""

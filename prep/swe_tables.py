@@ -2,7 +2,7 @@
 
 The tables are in the packages that made the data sets. They need different libraries from ours, so
 another Python imports them: `python swe_tables.py` answers each line of its input with a line.
-Input: {"kind": "bench", "gym" or "smith", "record"}. Output: {"eval_script", "log_parser"}, for
+Input: {"kind": "bench" or "smith", "record"}. Output: {"eval_script", "log_parser"}, for
 SWE-smith {"command", "log_parser"}, or {"why"}.
 """
 
@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-PACKAGES = {"bench": "swebench 4.1", "gym": "swegym", "smith": "swesmith"}
+PACKAGES = {"bench": "swebench 4.1", "smith": "swesmith"}
 WORKDIR = "/testbed"
 TESTS = ("FAIL_TO_PASS", "PASS_TO_PASS")
 
@@ -30,20 +30,15 @@ def lists(record: dict[str, Any]) -> list[str]:
     return tests
 
 
-def of_bench(record: dict[str, Any], package: str) -> dict[str, str]:
-    """Returns the script that a package's SWE-bench harness runs, and the name of its parser."""
-    try:
-        scripts = importlib.import_module(f"{package}.harness.test_spec.python")
-        make = scripts.make_eval_script_list_py
-    except ImportError:
-        scripts = importlib.import_module(f"{package}.harness.test_spec")
-        make = scripts.make_eval_script_list
-    specs = importlib.import_module(f"{package}.harness.constants").MAP_REPO_VERSION_TO_SPECS
-    parsers = importlib.import_module(f"{package}.harness.log_parsers").MAP_REPO_TO_PARSER
+def of_bench(record: dict[str, Any]) -> dict[str, str]:
+    """Returns the script that swebench's harness runs, and the name of its parser."""
+    make = importlib.import_module("swebench.harness.test_spec.python").make_eval_script_list_py
+    specs = importlib.import_module("swebench.harness.constants").MAP_REPO_VERSION_TO_SPECS
+    parsers = importlib.import_module("swebench.harness.log_parsers").MAP_REPO_TO_PARSER
     repo = record["repo"]
     version = record["version"]
     if repo not in parsers or version not in specs.get(repo, {}):
-        return {"why": f"{package} does not know version {version} of {repo}"}
+        return {"why": f"swebench does not know version {version} of {repo}"}
     spec = specs[repo][version]
     lines = make(record, spec, "testbed", WORKDIR, record["base_commit"], record["test_patch"])
     script = "\n".join(["#!/bin/bash", "set -uxo pipefail", *lines, ""])
@@ -73,7 +68,7 @@ def answer(line: str) -> dict[str, str]:
     try:
         if kind == "smith":
             return of_smith(record)
-        return of_bench(record, "swegym" if kind == "gym" else "swebench")
+        return of_bench(record)
     except ImportError as error:
         return {"why": f"{PACKAGES[kind]} cannot be imported: {error}"}
     except Exception as error:  # from the package's own code

@@ -21,6 +21,8 @@ SDPA_TOKENS = 1 << 16
 COLDEST, HOTTEST = 0.01, 100.0  # temperatures; vLLM raises a lower one, and trainers would not
 # The largest set that a token is chosen from; vLLM sends larger ones as bits over the vocabulary.
 MOST_ALLOWED = 2048
+MOST_PASSES = 100  # over the training rows; max_num_epochs of the published SWE stages
+FEW_ROWS = 100
 # vLLM's arguments that the run itself sets, and our setting for each: other values would break it.
 OWN_ENGINE_ARGS = {
     "model": "model",
@@ -73,6 +75,20 @@ OWN_MEGATRON_ARGS = {
         "params_dtype",
     ),
 }
+
+
+def of_passes(steps: int, prompts_per_step: int, rows: int) -> str:
+    """Returns why a run would use its training rows too often; "" if it would not.
+
+    Files of less than FEW_ROWS rows are trials, which may be used as often as one likes.
+    """
+    passes = steps * prompts_per_step / rows
+    if rows < FEW_ROWS or passes <= MOST_PASSES:
+        return ""
+    return (
+        f"steps = {steps:,}: {passes:,.0f} passes over {rows:,} training rows, expected at most "
+        f"{MOST_PASSES}: lower steps to {MOST_PASSES * rows // prompts_per_step:,}, or add rows"
+    )
 
 
 def of_megatron(megatron: "MegatronSettings") -> None:

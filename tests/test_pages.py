@@ -46,6 +46,7 @@ IN_HUB = {  # the folder that stands for each
     "Skywork/Skywork-OR1-RL-Data": "ORIGINALS/Skywork/Skywork-OR1-RL-Data",
     "ORG/NAME": "OWN",
     "R2E-Gym/R2E-Gym-Subset": "R2E",
+    "SWE-Gym/SWE-Gym": "R2E",
 }
 NOTE = """#!/bin/bash
 echo "$(basename "$0") $*" >>"$CALLED"

@@ -101,6 +101,16 @@ def test_what_is_wrong_is_named(config, rows, flags, told, tmp_path, monkeypatch
     assert str(error.value) == f"error: {told}"
 
 
+def test_a_run_that_uses_its_rows_too_often_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"any": 1}] * 206)
+    words = ["--config", str(ROOT / "configs/ultra_swe.py"), "--model", str(tmp_path)]
+    words += ["--data.train", rows, "--data.val="]
+    with pytest.raises(errors.InputError, match="steps = 960: 149 passes over 206 training rows"):
+        host.main(words)
+    host.main([*words, "--steps", "600"])
+
+
 @pytest.fixture
 def bare(tmp_path):
     """The project without .venv, and a PATH whose Python has no packages and whose sbatch notes."""

@@ -195,6 +195,17 @@ def test_the_dry_run_checks_what_depends_on_settings_of_sampling(tiny_model, tmp
     assert re.search(rf"{at}:3: responses_create_params.input is 2\d\d tokens long, expected", text)
 
 
+def test_the_dry_run_refuses_a_run_that_uses_its_rows_too_often(tiny_model, tmp_path):
+    """As where most rows of a blend could not be prepared; a few rows are a trial."""
+    for rows, steps, passes in ((206, 960, "149"), (206, 600, ""), (99, 960, "")):
+        train = write_rows(tmp_path / "train.jsonl", [math_row(i) for i in range(rows)])
+        data = {"train": train, "val": ""}
+        cfg = changed(Config(model=tiny_model), data=data, steps=steps, prompts_per_step=32)
+        text = dry_run.explain(cfg, Config)
+        told = f"PROBLEM: steps = {steps}: {passes} passes over {rows} training rows"
+        assert (told in text) == bool(passes)
+
+
 def test_looking_at_rows_imports_no_heavy_library():
     heavy = "{'torch', 'transformers', 'pyarrow', 'huggingface_hub', 'ray', 'vllm'}"
     code = f"import data_prep, sys; print({heavy} & set(sys.modules))"

@@ -127,7 +127,58 @@ def test_the_published_example_rows_say_what_they_lack(swe, tmp_path, capsys):
         swe(lines("gym_rows", "swe_agents"))
     told = capsys.readouterr().out
     assert "SWE-Gym/SWE-Gym 2 records, 2 refused" in " ".join(told.split())
-    assert "getmoto__moto-7365" in told and "expected eval_script, or --tables with swegym" in told
+    expected = "FAIL_TO_PASS is None, expected a list of test names, or its JSON (--sources names"
+    assert "getmoto__moto-7365" in told and expected in told
+
+
+SWE_GYM = {
+    "instance_id": "getmoto__moto-7365",
+    "repo": "getmoto/moto",
+    "dataset_name": "SWE-Gym/SWE-Gym",
+    "FAIL_TO_PASS": ["tests/test_calc.py::test_half"],
+}
+
+
+def test_a_record_of_swe_gym_needs_no_other_package(swe):
+    lacking = {k: v for k, v in VERIFIED.items() if k not in ("eval_script", "log_parser")}
+    gym = lacking | SWE_GYM
+    pydantic = gym | {"repo": "pydantic/pydantic", "instance_id": "pydantic__pydantic-1"}
+    others = (gym | {"repo": "python/mypy"}, gym | {"test_patch": "+++ b/test-data/a.test\n"})
+    rows, told = swe([gym, pydantic, *others])
+    assert [row["log_parser"] for row in rows] == ["parse_log_pytest", "parse_log_pytest_pydantic"]
+    assert "conda activate testbed\ncd /testbed\n" in rows[0]["tests"]["script"]
+    assert "\npytest -n0 -rA tests/test_calc.py\n" in rows[0]["tests"]["script"]
+    assert rows[1]["image"] == "swegym_sweb.eval.x86_64.pydantic_s_pydantic-1.sif"
+    assert "1 of SWE-Gym/SWE-Gym: repo is 'python/mypy', expected one of bokeh/bokeh" in told
+    assert "1 of SWE-Gym/SWE-Gym: test_patch leaves no Python file" in told
+
+
+REBENCH = {
+    "dataset_name": "nebius/SWE-rebench-V2",
+    "image_name": "swerebenchv2/me-calc:12",
+    "install_config": {"test_cmd": RUN, "install": ["pip install -e ."]},
+}
+
+
+@pytest.mark.parametrize("parser", ["parse_log_pytest", "parse_log_js_4"])
+def test_a_record_of_swe_rebench_says_how_its_tests_are_run(swe, parser):
+    lacking = {k: v for k, v in VERIFIED.items() if k not in ("eval_script", "log_parser")}
+    config = REBENCH["install_config"] | {"log_parser": parser}
+    record = lacking | REBENCH | {"install_config": config}
+    other = record | {"install_config": {"test_cmd": ["a", "b"], "log_parser": "parse_log_pytest"}}
+    none = record | {"install_config": json.dumps({"log_parser": parser})}
+    rows, told = swe([other, record, none])
+    assert "install_config.test_cmd is missing, expected a command or a list" in told
+    assert "a || failed=$?\nb || failed=$?\n(exit $failed)\n" in rows[0]["tests"]["script"]
+    if parser == "parse_log_js_4":  # of another language
+        assert len(rows) == 1 and "log_parser is 'parse_log_js_4', expected one of" in told
+        return
+    assert rows[1]["workdir"] == "/calc" and rows[1]["registry"] == "swerebenchv2/me-calc:12"
+    assert rows[1]["image"] == "me__calc-12.sif"
+    assert rows[1]["tests"]["script"] == (
+        f"cd /calc\npip install -e .\n: '>>>>> Start Test Output'\n{RUN}\n"
+        ": '>>>>> End Test Output'\n"
+    )
 
 
 @pytest.mark.parametrize(("record", "words", "message"), CASES["swe"])
@@ -147,15 +198,16 @@ class PythonProfile:
 class Odd(PythonProfile):
     def log_parser(self, log): return 1
 profile, registry = PythonProfile(), Registry()
-def make_eval_script_list(instance, specs, env, repo, base, patch):
+def make_eval_script_list_py(instance, specs, env, repo, base, patch):
     print("noise")
     return [": '>>>>> Start Test Output'", specs["test_cmd"], ": '>>>>> End Test Output'"]
 def parse_log_pytest(log): pass
 MAP_REPO_VERSION_TO_SPECS = {"me/calc": {"5.0": {"test_cmd": "pytest -rA"}}}
 MAP_REPO_TO_PARSER = {"me/calc": parse_log_pytest}
 """
-MODULES = ("swegym.harness.test_spec", "swegym.harness.constants", "swegym.harness.log_parsers")
-MODULES += ("swesmith.profiles", "swesmith.profiles.python")
+MODULES = ("test_spec.python", "constants", "log_parsers")
+MODULES = (*(f"swebench.harness.{name}" for name in MODULES), "swesmith.profiles")
+MODULES += ("swesmith.profiles.python",)
 SMITH = {"instance_id": "me__calc.1234abcd.combine__1", "image_name": "a/swesmith.x86_64.me_1776_c"}
 SMITH |= {name: VERIFIED[name] for name in ("patch", "FAIL_TO_PASS", "PASS_TO_PASS")}
 SMITH |= {
@@ -184,19 +236,17 @@ def python(tmp_path):
     return str(program)
 
 
-def test_another_python_has_the_tables(swe, python):
+def test_another_python_has_the_tables(swe, python, capsys):
     """Its packages print, know some repositories, and are imported by it alone."""
-    gym = GYM | {"dataset_name": "SWE-Gym/SWE-Gym"}
+    bench = GYM | {"dataset_name": "SWE-bench/SWE-bench"}
     odd = SMITH | {"instance_id": "odd.1234abcd.x"}
-    unknown = (gym | {"version": "6"}, odd, SMITH | {"instance_id": "other.1234abcd.x"})
-    bench = gym | {"dataset_name": "SWE-bench/SWE-bench"}
-    rows, told = swe([gym, SMITH, *unknown, bench], "--tables", python)
+    unknown = (bench | {"version": "6"}, odd, SMITH | {"instance_id": "other.1234abcd.x"})
+    rows, told = swe([bench, SMITH, *unknown], "--tables", python)
     assert "pytest -rA" in rows[0]["tests"]["script"]
     assert rows[0]["log_parser"] == "parse_log_pytest"
-    assert "swegym does not know version 6 of me/calc" in told
+    assert "swebench does not know version 6 of me/calc" in told
     assert "swesmith reads the logs of odd.1234abcd in its own way" in told
     assert "swesmith does not know other.1234abcd" in told
-    assert "swebench 4.1 cannot be imported: No module named 'swebench'" in told
     smith = rows[1]
     assert "pytest -v tests/test_calc.py\n" in smith["tests"]["script"]
     assert smith["image"] == "swesmith.x86_64.me_1776_c.sif"
@@ -205,6 +255,10 @@ def test_another_python_has_the_tables(swe, python):
         and smith["base_commit"] == "HEAD"
         and smith["log_parser"] == "swesmith"
     )
+    with pytest.raises(InputError, match="none of its rows is left"):
+        swe([bench], "--tables", sys.executable)
+    told = capsys.readouterr().out
+    assert "swebench 4.1 cannot be imported: No module named 'swebench'" in told
     repaired = "+    return x // 2\n-    return x / 2"
     assert smith["patch"] == PATCH.replace("-    return x // 2\n+    return x / 2", repaired)
 
