@@ -76,7 +76,7 @@ TOO_LONG = "bash: Argument list too long\n"
 class Size(NamedTuple):
     """The limits of a box."""
 
-    memory: int = 32 << 30  # bytes that its processes and its layer may use
+    memory: int = box_budget.box_memory()  # bytes that its processes and its layer may use
     disk: int = 2 << 30  # bytes that its layer may hold
     processes: int = 1000  # processes that a command may have
 

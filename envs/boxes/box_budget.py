@@ -29,7 +29,10 @@ from envs.sandbox.outcome import cgroups
 from envs.services import CheckerError
 
 VARIABLE = "GRPO_BOXES"
+MEMORY = "GRPO_BOX_GIB"
+USUAL_GIB = 32
 SHARE = 0.5  # share of the node's memory for the boxes' changed files
+NUMBER = re.compile("[1-9][0-9]{0,5}")
 WAIT = 0.25  # share of the time that a rollout may take
 LOOK = 0.2  # seconds between two attempts to get a place
 # One lock per event loop: the boxes that wait in it take turns.
@@ -86,9 +89,18 @@ def boxes(disk: int) -> int:
     Raises CheckerError if GRPO_BOXES is malformed.
     """
     given = os.environ.get(VARIABLE, "")
-    if given and not re.fullmatch("[1-9][0-9]{0,5}", given):
+    if given and not NUMBER.fullmatch(given):
         raise CheckerError(f"{VARIABLE} = {given!r}: expected the maximum number of boxes")
     return int(given) if given else max(1, int(SHARE * memory() / max(1, disk)))
+
+
+def box_memory() -> int:
+    """Returns the bytes that a box's processes may use: GRPO_BOX_GIB, or 32 GiB.
+
+    If GRPO_BOX_GIB is malformed, `problem` says so before a box is opened.
+    """
+    given = os.environ.get(MEMORY, "")
+    return (int(given) if NUMBER.fullmatch(given) else USUAL_GIB) << 30
 
 
 def memory() -> int:
@@ -109,6 +121,9 @@ def problem(disk: int) -> str:
         boxes(disk)
     except CheckerError as error:
         return str(error)
+    given = os.environ.get(MEMORY, "")
+    if given and not NUMBER.fullmatch(given):
+        return f"{MEMORY} = {given!r}: expected the GiB of memory that a box may use"
     available = memory()
     if available < disk:
         return (

@@ -16,7 +16,7 @@ from envs.boxes import box_budget
 from envs.sandbox import outcome
 from envs.services import CheckerError, Limits
 from settings.environment_services import Services
-from support.program import ROOT
+from support.program import ROOT, ran
 
 DISK = 4096 + os.getpid()  # places of its own for this process
 
@@ -151,6 +151,17 @@ def outcome_folder(root: Path) -> Path:
     return next(
         root / kinds / path.lstrip("/") for _, kinds, path in found if kinds in ("", "memory")
     )
+
+
+@pytest.mark.parametrize(("given", "gib"), [("64", 64), ("", 32), ("much", 32)])
+def test_a_box_has_the_memory_that_the_node_sets(monkeypatch, given, gib):
+    """Ultra's published boxes have 64 GiB, Super's 32."""
+    monkeypatch.setenv("GRPO_BOX_GIB", given)
+    assert box_budget.box_memory() == gib << 30
+    told = f"GRPO_BOX_GIB = {given!r}: expected the GiB of memory that a box may use"
+    assert (box_budget.problem(1) == told) == (given == "much")
+    code = "from envs.boxes.box import Size; print(Size().memory)"
+    assert ran(sys.executable, "-c", code).stdout == f"{gib << 30}\n"
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "many", "1.5", "9999999"])
