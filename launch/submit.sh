@@ -40,6 +40,8 @@ elif [ "${GRPO_EXECUTOR:-}" != local ]; then # the image has the libraries
     [ -x "$python" ] || python=python3 look=host.py
     GRPO_PYTHON=${GRPO_PYTHON:-/opt/grpo_async/.venv/bin/python}
 fi
+[ -n "$(command -v "$python")" ] ||
+    fail "$python does not exist: run bash launch/setup.sh, or set CONTAINER"
 "$python" -c 'import tomllib' || fail "$python: expected Python 3.11 or newer: docs/cluster.md"
 
 missing=() required=(EXP_NAME CONFIG_PATH MODEL_PATH TRAIN_PATH SLURM_PARTITION SLURM_ACCOUNT)
@@ -65,6 +67,8 @@ for name in CONTAINER SANDBOX_CONTAINER PERSISTENT_CACHE; do
     [[ ${!name:-} != /* ]] || [ -e "${!name}" ] || bad "$name = '${!name}': it does not exist"
 done
 [ -z "$wrong" ] || exit 1
+[ -z "${SIF_DIR:-}" ] ||
+    echo "note: SIF_DIR is read by launch/images.sh alone; a run reads services.images"
 if [ -n "${JUDGES:-}" ] && [ "${JUDGE_NODES:-}" != 0 ]; then # a file, or its lines
     [ ! -f "$JUDGES" ] || JUDGES=$(<"$JUDGES")
     JUDGE_NODES=$("$python" launch/judges.py "${GPUS_PER_NODE:-8}")

@@ -120,6 +120,9 @@ def test_images_are_fetched_once_and_a_call_goes_on(there, tmp_path):
     assert called.count("docker://me/a.b-1") == called.count("docker://me/c:2") == 1
     found = {path.name for path in (tmp_path / "data/images").iterdir()}
     assert found == {"me_a.b-1", "me_c_2", "broken"}
+    write_rows(tmp_path / "others.jsonl", [asking("1 + 1?", "math")])
+    without = there("images.sh", "others.jsonl")
+    assert without.returncode == 0 and "others.jsonl: no row has image" in without.stdout
     for words, told in ((["none"], "ROWS = 'none'"), ([], "expected ROWS.jsonl")):
         assert told in there("images.sh", *words).stderr
     assert "JOBS = 'x'" in there("images.sh", "rows.jsonl", JOBS="x").stderr
