@@ -35,6 +35,7 @@ from policy import AnyRow, LossFn, Row, Stats, WeightMeta, allowed_tokens, atten
 from policy.finite_weights import refuse_infinite
 from policy.lora import Adapters
 from policy.optimizer import adamw, learning_rate
+from policy.rounding import Rounding
 
 if TYPE_CHECKING:  # pydantic is not needed to train
     from settings.network import PolicySettings
@@ -131,6 +132,7 @@ class FSDPPolicy:
         self._read()
         if trainable:
             self.optimizer = adamw(self._trained().values(), settings)
+            self.rounding = Rounding((name, shard(tensor)) for name, tensor in self._sharded())
             # A group for checkpoints alone: they are written while training communicates.
             self.save_group = dist.new_group(backend="gloo")
             # All checkpoints are copied to the same memory: fresh pages cost more than the copying.
@@ -183,8 +185,9 @@ class FSDPPolicy:
     def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
         """Scales the summed gradients, clips their global norm, updates with AdamW and zeroes them.
 
-        Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping. Raises
-        FloatingPointError on every rank if the norm is not finite; no weight changes in that case.
+        Returns the learning rate, the entropy, what bf16 shows of training (policy/rounding.py),
+        and as `grad_norm` the norm before clipping. Raises FloatingPointError on every rank if the
+        norm is not finite; no weight changes in that case.
         """
         settings = self.settings
         measured = self.entropy.take()
@@ -202,6 +205,7 @@ class FSDPPolicy:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
+        measured |= self.rounding.compare(self._merged_shards())
         return {"grad_norm": norm, "lr": lr} | measured
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -216,6 +220,19 @@ class FSDPPolicy:
         for tensor, name in names.items():
             halve = self.device.type == "cuda" and isinstance(tensor, DTensor)
             yield Outgoing(name, tensor.detach(), torch.bfloat16 if halve else tensor.dtype)
+
+    def _sharded(self) -> Iterator[tuple[str, DTensor]]:
+        """Yields all weights, tied ones once, adapters not added."""
+        for name, tensor, _ in self._weights():
+            if isinstance(tensor, DTensor):
+                yield name, tensor
+
+    @torch.no_grad()
+    def _merged_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields this rank's part of all weights, one at a time, adapters added; collective."""
+        for name, tensor in self._sharded():
+            merged = self.adapters.merged(name, tensor)
+            yield name, shard(merged.redistribute(tensor.device_mesh, tensor.placements))
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -244,6 +244,7 @@ def metric_keys() -> set[str]:
     for path, function in (
         ("policy/fsdp.py", "optimizer_step"),
         ("policy/logprobs.py", "take"),
+        ("policy/rounding.py", "compare"),
         ("policy/megatron/policy.py", "_replayed"),
         (MAIN, "sync"),
         ("runtime/engines/fleet.py", "compare"),

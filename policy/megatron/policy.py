@@ -43,6 +43,7 @@ from policy.megatron.checkpoint import Shares
 from policy.megatron.export import export
 from policy.megatron.model import Places, RouteReplay, Row, build, local_places
 from policy.optimizer import learning_rate
+from policy.rounding import Rounding
 
 if TYPE_CHECKING:
     from megatron.core.models.mamba import MambaModel
@@ -157,6 +158,7 @@ class MegatronPolicy:
         for name in ("grad_reduce_in_fp32", "overlap_grad_reduce", "bucket_size"):
             cut[f"policy.megatron.ddp.{name}"] = getattr(ddp, name)
         self.shares = Shares(self.model, self.optimizer, cut, self.write_group)
+        self.rounding = Rounding(self.model.named_parameters())
 
     def forward_backward(
         self, rows: Sequence[AnyRow], loss_fn: LossFn[AnyRow, Stats], more: bool = False
@@ -247,10 +249,10 @@ class MegatronPolicy:
     def optimizer_step(self, grad_scale: float = 1.0) -> dict[str, float]:
         """Sums the gradients over ranks, scales and clips them, updates with AdamW and zeroes them.
 
-        Returns the learning rate, the entropy, and as `grad_norm` the norm before clipping. Raises
-        FloatingPointError on every rank if the norm is not finite, and RuntimeError if the engine's
-        experts could not be replayed. In both cases, weights stay unchanged and gradients are
-        dropped.
+        Returns the learning rate, the entropy, what bf16 shows of training (policy/rounding.py),
+        and as `grad_norm` the norm before clipping. Raises FloatingPointError on every rank if the
+        norm is not finite, and RuntimeError if the engine's experts could not be replayed. In both
+        cases, weights stay unchanged and gradients are dropped.
         """
         settings = self.settings
         done = self.updates
@@ -277,6 +279,8 @@ class MegatronPolicy:
         self.optimizer.step_with_ready_grads()
         self._zero_grad()
         self.updates += 1
+        self._gather()
+        measured |= self.rounding.compare(self.model.named_parameters())
         return {"grad_norm": norm, "lr": lr} | measured
 
     def _replayed(self) -> dict[str, float]:

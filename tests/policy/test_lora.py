@@ -265,8 +265,8 @@ def rank_main(rank: int, folder: str, model: str) -> None:
     torch.manual_seed(7)
     policy = opened(model, lora_rank=RANK)
     seen = {"start": flat(adapters(policy))}
-    norms = [step(policy, test_fsdp.split_rows(rank, 2))["grad_norm"] for _ in range(2)]
-    seen |= {"norms": norms, "trained": flat(adapters(policy)), "sent": weights(policy)}
+    measured = [step(policy, test_fsdp.split_rows(rank, 2)) for _ in range(2)]
+    seen |= {"measured": measured, "trained": flat(adapters(policy)), "sent": weights(policy)}
     write = policy.export_hf(f"{folder}/export")
     policy.save(f"{folder}/saved")()
     write()
@@ -285,11 +285,14 @@ def test_two_ranks_train_as_one(checkpoint, tmp_path):
     torch.manual_seed(7)
     alone = opened(checkpoint("qwen3_tied"), lora_rank=RANK)
     start = flat(adapters(alone))
-    norms = [step(alone, test_fsdp.split_rows(0, 1))["grad_norm"] for _ in range(2)]
+    measured = [step(alone, test_fsdp.split_rows(0, 1)) for _ in range(2)]
     for rank in range(2):
         seen = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
         assert_same(seen["start"], start, 0)
-        assert seen["norms"] == approx(norms, rel=1e-5)
+        for ours, theirs in zip(seen["measured"], measured, strict=True):
+            assert ours["grad_norm"] == approx(theirs["grad_norm"], rel=1e-5)
+            for name in ("bf16_changed_weights", "bf16_lost_update"):
+                assert ours[name] == approx(theirs[name], abs=1e-3)
         assert_same(seen["trained"], flat(adapters(alone)), 1e-6)
         assert_same(seen["sent"], weights(alone), 1e-6)
         assert_same(seen["resumed"], seen["third"], 0)

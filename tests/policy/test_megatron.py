@@ -159,6 +159,9 @@ def test_one_step_is_that_of_fsdp(name, family, measured, fsdp):
     assert found["step"]["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-5)
     assert found["step"]["entropy"] == pytest.approx(step["entropy"], rel=1e-5)
     assert found["step"]["lr"] == step["lr"]
+    # Weights that several ranks hold count more than once.
+    for key in ("bf16_changed_weights", "bf16_lost_update"):
+        assert found["step"][key] == pytest.approx(step[key], abs=0.05), key
     for key, tensor in weights.items():
         assert (found["after"][key] - tensor).abs().max() < 1e-5, key
         assert (found["before"][key] - tensor).abs().max() > 1e-4 or "gate.weight" in key, key
