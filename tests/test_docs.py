@@ -136,7 +136,7 @@ def test_options_and_settings_that_the_pages_name_exist(page):
     flags |= set(re.findall(r"^ +--(\w+)\)", (ROOT / "launch/submit.sh").read_text(), re.M))
     simulate = (ROOT / "bench/simulate.py").read_text(encoding="utf-8")
     flags |= set(re.findall(r'add\("--(\w+)"', simulate))
-    flags |= {"tensor-parallel-size", "max-model-len"}  # of `vllm serve`
+    flags |= {"tensor-parallel-size", "max-model-len", "host", "dtype"}  # of vLLM's servers
     flags |= {"no-build-isolation"}  # of `pip install`
     flags |= {"tokens"}  # of bench/logprob_memory.py
     text = page.read_text(encoding="utf-8")

@@ -4,12 +4,9 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import make_config, spelling_rows, write_rows
 
 from support import processes
@@ -150,38 +147,6 @@ def test_a_run_listens_where_the_page_says_and_nowhere_else(finished):
     assert {("raylet", "loopback"), ("gcs_server", "loopback"), ("Trainer", "loopback")} <= seen
     listed |= {(name, "loopback") for name, _ in listed}  # where the host's name may lead
     assert seen <= listed, sorted(seen - listed)
-
-
-@of_one_run
-def test_product_of_a_run_loads_in_transformers_and_vllm(finished):
-    """The exported policy answers alike in both, with its own tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    run = finished[0].folder
-    folder = run / "step_000006" / "hf"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "abc"}], add_generation_prompt=True, return_dict=False
-    )
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    of_all = {"attention_mask": torch.ones(1, len(ids)), "do_sample": False}
-    greedy = model.generate(torch.tensor([ids]), max_new_tokens=12, **of_all)
-    program = (
-        "from vllm import LLM, SamplingParams as S\n"
-        "if __name__ == '__main__':\n"
-        f"    m = LLM({str(folder)!r}, dtype='float32', enforce_eager=True, max_model_len=64)\n"
-        f"    p = {{'prompt_token_ids': {ids}}}\n"
-        "    answer = m.generate(p, S(temperature=0, max_tokens=12))[0].outputs[0]\n"
-        "    print('IDS', list(answer.token_ids))"
-    )
-    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    script = run / "load.py"
-    script.write_text(program)
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True)
-    answers = [line for line in done.stdout.splitlines() if line.startswith("IDS")]
-    assert answers, done.stderr[-2000:]
-    assert json.loads(answers[0][4:]) == greedy[0, len(ids) :].tolist()
 
 
 @of_one_run

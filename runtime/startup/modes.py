@@ -30,6 +30,7 @@ from runtime.checkpoints.folders import BLOCK, checksums, listing, mark, newest_
 from runtime.checkpoints.resume import EVALUATED
 from runtime.checkpoints.save import Checkpoints
 from runtime.processes.cluster import Cluster
+from runtime.reporting import summary
 from runtime.reporting.log import Log
 from settings.config import RunSettings, TrainingSettings
 from settings.reader import C, with_command
@@ -347,7 +348,10 @@ async def export(run: TrainingRun) -> None:
     await within(run.cfg.timeouts.train, "the export of the policy", calls)
     sealed = trainers[0].call.remote(seal, folder)
     await within(run.cfg.timeouts.train, f"{folder} to be flushed", sealed)
-    print(f"exported: {named}")
+    metrics = jsonl.read(Path(run.cfg.run_dir) / "metrics.jsonl", jsonl.METRICS)
+    known = [line for line in metrics if line["step"] == run.cfg.command.export]
+    for line in summary.model_lines(Path(named), known):
+        print(line)
 
 
 def seal(export: str) -> None:

@@ -9,14 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import write_rows
+from safetensors.torch import save_file
 
 from core.errors import shown
 from runtime.reporting import console
 from runtime.reporting.console import Bars, Lines, close_bars, phase
-from runtime.reporting.summary import summary
+from runtime.reporting.summary import model_lines, summary
 
 ROOT = Path(__file__).parents[3]
+SERVER = f"{sys.executable} -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --model"
 METRICS = {"reward": 0.5, "lag_mean": 0.25, "wait_for_rollouts": 1.0, "wait_for_training": 0.0}
 
 
@@ -105,7 +108,8 @@ def test_the_summary_of_a_run_that_is_done(tmp_path, monkeypatch):
         "prompt: <user>flip cat",
         "answer: c a t <answer>tac</answer>",
         "reward of this answer: 1",
-        "model: run/step_000040/hf, which transformers and vLLM load",
+        "model: run/step_000040/hf",
+        f"serve: {SERVER} run/step_000040/hf",
     ]
     words = shlex.split(going_on.removeprefix("next: "))
     assert words[1:4] == ["grpo_async.py", "--config", "my config.py"]
@@ -166,7 +170,29 @@ def test_an_evaluation_is_not_compared_with_an_earlier_one_of_another_policy(tmp
 
 def test_what_cannot_be_gone_on_with_has_no_next_command(tmp_path):
     checkpoint(tmp_path, 40)
-    assert summary(config(tmp_path, modes=("replay",)))[-1].startswith("model: ")
+    assert summary(config(tmp_path, modes=("replay",)))[-1].startswith("serve: ")
+
+
+OF_FLOAT32 = "in float32 as it was trained; read as bfloat16, it loses 73% of the update"
+OF_BFLOAT16 = "in bfloat16 as engines read it; rounding has lost 73% of the update"
+
+
+@pytest.mark.parametrize(
+    ("stored", "known", "text"),
+    [
+        ("float32", 0.734, OF_FLOAT32),
+        ("bfloat16", 0.734, OF_BFLOAT16),
+        ("float32", None, "in float32"),
+    ],
+)
+def test_an_export_is_described_by_its_type_and_served_in_it(stored, known, text, tmp_path):
+    tensors = {"w": torch.zeros(2, dtype=getattr(torch, stored))}
+    save_file(tensors, tmp_path / "model.safetensors")
+    lines = [{"step": 3, "bf16_lost_update": 0.9}, {"step": 4, "bf16_lost_update": known}]
+    model, serve = model_lines(tmp_path, lines if known else [{"step": 4, "reward": 1.0}])
+    assert model == f"model: {tmp_path}, {text}"
+    memory = "VLLM_CPU_KVCACHE_SPACE=1 " if stored == "float32" else ""
+    assert serve == f"serve: {memory}{SERVER} {tmp_path} --dtype {stored}"
 
 
 def test_the_last_answer_cannot_command_a_terminal(tmp_path):
