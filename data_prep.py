@@ -1,4 +1,4 @@
-"""Prepares data: released blends, your own questions, pass rates, curricula. See docs/data.md.
+"""Prepares data: released blends, your own questions, pass rates, models. See docs/data.md.
 
     python data_prep.py blend                                  Nemotron 3 Super's blends
     python data_prep.py check data/rlvr1/train-split.jsonl     can it be trained on?
@@ -10,6 +10,7 @@
     python data_prep.py tool_pairs FILE runs/NAME/rollouts.jsonl OUT
     python data_prep.py swe SOURCE OUT --check                 repository issues, with tests
     python data_prep.py pivot TRAJECTORIES OUT                 agents' single steps
+    python data_prep.py model FILE.gguf OUT                    a model in bf16
 
 Every command reads its input line by line and writes to a temporary name, so a file under its final
 name is complete. The same input gives the same bytes.
@@ -33,6 +34,7 @@ from prep.blend import Blend
 from prep.check import Check
 from prep.convert import Rows
 from prep.curriculum import Curriculum
+from prep.model import Model
 from prep.pivot import Pivot
 from prep.profile import Profile
 from prep.shares import Effort, ReasoningControl
@@ -58,6 +60,7 @@ COMMANDS: dict[str, Callable[..., Command]] = {
     "tool_pairs": ToolPairs,
     "swe": Swe,
     "pivot": Pivot,
+    "model": Model,
 }
 
 

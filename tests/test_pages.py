@@ -33,6 +33,7 @@ ELSEWHERE = {
     "github.com/NVIDIA-NeMo/RL": "launch/test_judge_prompts.py",
     "launch/attach.sh": "test_slurm.py",
     "data_prep.py pivot": "prep/test_pivot.py",
+    "data_prep.py model": "prep/test_model.py",
     "--check": "prep/test_swe_rows.py",
     ".venv-swe": "prep/test_swe_rows.py",
 }
