@@ -30,7 +30,7 @@ from core.outputs import output_file
 from rollout.answer_markup import FLAWS
 from runtime.checkpoints.archive import listed
 from runtime.reporting.health import Finding, Series, health
-from runtime.reporting.summary import summary
+from runtime.reporting.summary import in_a_line, summary
 from settings.config import TrainingSettings
 
 if TYPE_CHECKING:
@@ -116,13 +116,15 @@ def write(run_dir: str) -> Path:
     """Writes a run's page; returns its path. Raises InputError if there is no such folder."""
     run = Run.read(Path(run_dir))
     archives = sorted((Path(run_dir) / "samples").glob("step_*.npz"))
+    shown_rollouts = rollouts(Path(run_dir) / "rollouts.jsonl")
+    answers = newest_answers(shown_rollouts["rows"])
     data: Page = {
         "name": run.name,
         "config": run.config,
-        "health": health(run.series, run.mismatch, run.config),
+        "health": health(run.series, run.mismatch, run.config, answers),
         "columns": run.series,
         "mismatch": run.mismatch,
-        "rollouts": rollouts(Path(run_dir) / "rollouts.jsonl"),
+        "rollouts": shown_rollouts,
         "samples": samples(archives, run.model),
     }
     return page(Path(run_dir) / "report.html", data)
@@ -332,6 +334,15 @@ def rollouts(path: Path) -> dict:
     count = max(1, bisect.bisect_left(range(1, most + 1), True, key=is_full))
     rows = [row for group in evenly(every, count) for row in group.read()]
     return {"rows": rows, "total": sum(group.lines for group in every), "pairs": pairs(every)}
+
+
+def newest_answers(rows: list[dict]) -> list[str]:
+    """Returns the start of the newest answers to three prompts; `rows` begin with the newest."""
+    found: dict[str, str] = {}
+    for row in rows:
+        if len(found) < 3:
+            found.setdefault(row["prompt"], in_a_line(" ".join(row["response"]))[:80])
+    return list(found.values())
 
 
 def pairs(every: list[Group]) -> list[list[dict]]:

@@ -1,6 +1,7 @@
 """Judges a run by its metrics, in sentences; docs/debugging.md lists the limits."""
 
 import statistics
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from runtime.reporting.rollout_metrics import LIMIT, RECENT, gap
@@ -19,8 +20,12 @@ class Finding(NamedTuple):
     text: str
 
 
-def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
+def health(
+    series: Series, mismatch: list[dict], config: dict, answers: Sequence[str] = ()
+) -> list[Finding]:
     """Judges a run by its metrics, the lines of mismatch.jsonl and config.json.
+
+    Some of the newest `answers` are quoted if they seem to have collapsed.
 
     There is no finding for a quantity that was not measured, nor for a count of 0.
     """
@@ -52,7 +57,39 @@ def health(series: Series, mismatch: list[dict], config: dict) -> list[Finding]:
             continue
         level: Level = "fine" if value <= limit else "wrong"  # NaN is wrong
         found.append(Finding(level, text.format(value)))
-    return progress(series) + found + speed(series, config)
+    return progress(series) + collapse(known, answers) + found + speed(series, config)
+
+
+def collapse(known: Series, answers: Sequence[str]) -> list[Finding]:
+    """Compares the last answers with the first ones, while the reward rises.
+
+    Rewards for form are often earned most easily by a word: answers then shrink, agree with each
+    other, and teach nothing more. Where there is one right answer, a good policy loses its entropy
+    as well, and its groups agree: so neither is a sign by itself, but with half the length it is.
+    """
+    means: dict[str, tuple[float, float]] = {}
+    for name in ("reward", "response_tokens", "entropy", "zero_variance_groups"):
+        values = known.get(name, [])
+        if len(values) >= 2 * RECENT:
+            means[name] = statistics.fmean(values[:RECENT]), statistics.fmean(values[-RECENT:])
+    if "reward" not in means or "response_tokens" not in means:
+        return []
+    first_reward, last_reward = means["reward"]
+    first, last = means["response_tokens"]
+    if last_reward <= first_reward or not first:
+        return []
+    first_entropy, last_entropy = means.get("entropy", (0.0, 0.0))
+    first_equal, last_equal = means.get("zero_variance_groups", (0.0, 0.0))
+    is_certain = last_entropy < first_entropy / 2 or last_equal > 2 * first_equal
+    if last >= first / (2 if is_certain else 3):
+        return [Finding("fine", f"Answers are {last / first:.0%} as long as at the start.")]
+    text = (
+        f"Answers are {last / first:.0%} as long as at the start, {last:.0f} instead of "
+        f"{first:.0f} tokens, while the reward rose: read some"
+    )
+    if answers:
+        text += f", such as {', '.join(repr(answer) for answer in answers)}"
+    return [Finding("wrong", f"{text}.")]
 
 
 def speed(series: Series, config: dict) -> list[Finding]:

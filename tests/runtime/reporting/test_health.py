@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+import report
+from core import jsonl
 from runtime.reporting.health import health
+from support import data
 from support.tables import gives, table
 
 CASES = table(Path(__file__).parents[1] / "cases.txt")
@@ -119,3 +122,50 @@ test_a_side_that_waits_is_no_fault_and_is_named_with_what_helps = gives(
 def test_a_synchronous_run_may_wait():
     columns = series(RISES, wait_for_training=[None] + [0.9] * 100)
     assert alarms(columns, config=CONFIG | {"max_lag": 0}, level="slow") == []
+
+
+def measured(name: str, steps: int = 1000) -> dict[str, list]:
+    """The first steps of a run that was kept."""
+    lines = jsonl.read(data.HERE / f"runs/{name}.jsonl", jsonl.METRICS)
+    return report.columns(line for line in lines if line["step"] <= steps)
+
+
+def test_a_policy_that_answers_with_a_word_is_an_alarm():
+    """A real model's, from the first step that ten others precede, and to its end."""
+    said = " instead of 24 tokens, while the reward rose: read some"
+    (text,) = alarms(measured("one_word", 20))
+    assert text == f"Answers are 42% as long as at the start, 10{said}."
+    found = health(measured("one_word"), [], CONFIG, ["Well", "Paris"])
+    (text,) = (finding.text for finding in found if finding.level == "wrong")
+    assert text == f"Answers are 18% as long as at the start, 4{said}, such as 'Well', 'Paris'."
+
+
+def test_answers_that_stay_sentences_are_no_alarm():
+    assert alarms(measured("sentences", 38)) == []
+    found = [finding.text for finding in health(measured("sentences"), [], CONFIG)]
+    assert "Answers are 91% as long as at the start." in found
+
+
+def half(first: float, last: float) -> list[float | None]:
+    """A metric that changes at the middle of 100 steps."""
+    return [None, *[first] * 50, *[last] * 50]
+
+
+def lengths(first: float, last: float, **changed) -> dict[str, list]:
+    """Metrics of 100 steps in which answers change their length, and the reward rises."""
+    return series(
+        RISES,
+        response_tokens=half(first, last),
+        **{"reward": half(0.2, 0.8)} | changed,
+    )
+
+
+test_short_answers_are_an_alarm_if_the_reward_rose = gives(
+    lambda last, changed: len(alarms(lengths(60.0, last, **changed))),
+    (19.0, {}, 1),
+    (19.0, {"reward": half(0.8, 0.2)}, 0),
+    (29.0, {}, 0),
+    (29.0, {"entropy": half(1.0, 0.4)}, 1),
+    (29.0, {"zero_variance_groups": half(0.2, 0.5)}, 1),
+    (60.0, {"entropy": half(1.0, 0.1)}, 0),
+)
