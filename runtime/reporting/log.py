@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
+from core import jsonl
 from core.errors import RunError, brief, in_one_line
 from core.jsonl import LineFile, WriteError
 from core.waits import in_thread, within
@@ -35,6 +36,12 @@ class Board(Protocol):
 
     def close(self) -> None:
         """Shows what is left, and ends."""
+
+
+def last_seconds(path: Path) -> float:
+    """Returns the largest `seconds` in a metrics.jsonl; 0 if it has none."""
+    found = (line.get("seconds") for line in jsonl.read(path, jsonl.METRICS))
+    return max((value for value in found if isinstance(value, int | float)), default=0.0)
 
 
 class Log:
@@ -76,7 +83,10 @@ class Log:
             board = self.attempt(name, make)
             if board:
                 self.boards[name] = board
-        self.began = time.time()
+        earlier = 0.0
+        if version and not cfg.command.eval_only:  # the folder has the steps before this version
+            earlier = last_seconds(folder / "metrics.jsonl")
+        self.began = time.time() - earlier
         self.console: Lines | Bars = Bars(cfg) if sys.stderr.isatty() else Lines(cfg)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

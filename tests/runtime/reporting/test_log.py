@@ -178,6 +178,23 @@ def test_each_start_is_written_down_in_any_parsers_json(tmp_path):
     assert clip == (-math.inf, math.inf), "it can be read back"
 
 
+def test_the_seconds_of_a_resumed_run_continue(tmp_path):
+    """Those of an evaluation do not: earlier lines there belong to other policies."""
+    evaluates = {"eval_only": True}
+    for version, mode in ((0, {}), (25, {}), (25, evaluates), (25, evaluates)):
+        cfg = Config(run_dir=str(tmp_path), data={"val": "x.jsonl"}, val_period=1, command=mode)
+        log = Log()
+        log.open(cfg, version)
+        log.began -= 546
+        log.write(version + 1, {"loss": 1.0})
+        log.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 26]
+    assert [line["seconds"] // 546 for line in lines] == [1, 2]
+    again = (tmp_path / "evaluation/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["seconds"] // 546 for line in again] == [1, 1]
+
+
 def test_a_full_disk_of_tensorboard_alone_costs_its_file(small_disk, tmp_path, monkeypatch, capfd):
     """One note names the file, and its thread prints no traceback."""
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # without pytest's
