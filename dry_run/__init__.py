@@ -24,7 +24,7 @@ from prep import check
 from rollout import preference_rows
 from runtime.engines.probe import EVERY
 from runtime.processes import placement
-from runtime.startup.model_checks import lacking
+from runtime.startup.model_checks import lacking, lacks_template
 from runtime.startup.preflight import check_arguments
 from settings import conflicts
 from settings.config import RunSettings, TrainingSettings
@@ -447,8 +447,14 @@ def slurm_rows(model: Model, cfg: TrainingSettings, gpu: Gpu) -> list[str]:
 
 
 def data_rows(cfg: TrainingSettings) -> check.Summary:
-    """Returns the lines of `data_prep.py check` for the data files that exist."""
+    """Returns the lines of `data_prep.py check` for the data files that exist.
+
+    Without a chat template, every row would be refused: then the template is the problem.
+    """
     every = check.Summary([], [], {})
+    if problem := lacks_template(cfg.model):
+        every.problems.append(problem)
+        return every
     for field, path in {"data.train": cfg.data.train, "data.val": cfg.data.val}.items():
         if Path(path).is_file():
             if isinstance(cfg, RunSettings):

@@ -65,15 +65,24 @@ def lacking(model: str, name: str) -> str:
     return f"model = {model!r}: expected a folder that holds {name}{origin}"
 
 
+def lacks_template(model: str) -> str:
+    """Explains that a model's tokenizer has no chat template; "" if it has one, or is absent."""
+    settings = Path(model, "tokenizer_config.json")
+    if not settings.is_file() or b"chat_template" in settings.read_bytes():
+        return ""
+    if list(Path(model).glob("chat_template*")):
+        return ""
+    return f"model = {model!r}: its tokenizer has no chat_template, expected one"
+
+
 def check_model(cfg: "TrainingSettings") -> None:
     """Raises InputError unless the model can be trained with this configuration."""
     model = cfg.model
     for name in ("config.json", "tokenizer_config.json"):
         if not os.path.isfile(os.path.join(model, name)):
             raise InputError(lacking(model, name))
-    settings = Path(model, "tokenizer_config.json").read_bytes()
-    if b"chat_template" not in settings and not list(Path(model).glob("chat_template*")):
-        raise InputError(f"model = {model!r}: its tokenizer has no chat_template, expected one")
+    if problem := lacks_template(model):
+        raise InputError(problem)
     tensors = dict(every_tensor(Path(model)))
     damage = flaw(model, largest=BLOCK)  # trainers check the large files
     if damage:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from conftest import spelling_rows, write_rows
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dry_run
@@ -33,7 +35,18 @@ from support.tables import gives, table
 from support.tensor_memory import Peak
 
 ROOT = Path(__file__).resolve().parents[2]
+DATA_ROWS = dry_run.data_rows  # the fixture below replaces it
 CASES = table(Path(__file__).with_suffix(".txt"))
+
+
+def test_a_base_model_is_the_problem_and_not_its_rows(tiny_model, tmp_path):
+    base = Path(shutil.copytree(tiny_model, tmp_path / "base"))
+    (base / "chat_template.jinja").unlink()
+    rows = write_rows(tmp_path / "train.jsonl", spelling_rows(2))
+    cfg = Config(model=str(base), data={"train": rows})
+    told = f"model = {str(base)!r}: its tokenizer has no chat_template, expected one"
+    assert DATA_ROWS(cfg).problems == [told]
+    assert DATA_ROWS(changed(cfg, model=tiny_model)).problems == []
 
 
 def h100(memory: float) -> Gpu:
