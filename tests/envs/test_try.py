@@ -131,6 +131,7 @@ def test_given_answers_are_tried_on_each_row(project):
     assert re.findall(r"train.jsonl:(\d+) ", out) == list("111222")
     assert re.findall(r"  reward (\S+) ", out) == ["1", "0", "0.1", "0.1", "0", "0.1"]
     assert "my_reward/arithmetic: 6 tried, mean reward 0.2167 (0 to 1); verify took " in out
+    assert re.search(r" ms \(median\), \S+ ms at most, and for the first answer \S+ ms\n", out)
 
 
 def test_rows_of_each_environment_and_data_set_are_tried(project):
