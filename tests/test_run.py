@@ -109,7 +109,7 @@ def test_what_a_run_prints(finished):
         r" +\d+ s  starting vLLM \(engines: 2\)",
         r" +\d+ s  sending the policy to the engines",
         r"evaluating version 0 \(prompts: 8\)",
-        r"version 0: validation reward 0\.\d{3}, exact 0\.\d{3}",
+        r"version 0: validation reward 0\.\d{3}, exact \d/8 \[\d\.\d\d, \d\.\d\d\]",
         r"step 1/6  reward 0\.\d{3}  lag 0\.00  trainer waited \d+\.\d\d s  [\d,]+ tokens/s",
         *(rf"step {step}/6  .* tokens/s  \d\d:\d\d left" for step in (2, 3)),
         r"evaluating version 3 .*",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from runtime.reporting.rollout_metrics import LIMIT, RECENT, gap
+from runtime.reporting.validation_metrics import interval
 
 FAIR = 50  # training steps after which validation should have risen
 Series = dict[str, list]  # for each metric, and for `step`: its value at each step, or None
@@ -137,11 +138,25 @@ def progress(series: Series) -> list[Finding]:
     text = names[name]
     text += " rose" if last > first else " did not rise"
     text += f" from {form.format(first)} (step {start}) to {form.format(last)} (step {end})"
+    if name == "validation_exact":
+        text += intervals(series, (start, first), (end, last))
     text += f", after {form.format(best)} at best." if fell else "."
     is_perfect = last == 1 and name != "validation_reward"  # it cannot rise further
     did_not_rise = last <= first and not is_perfect
     wrong = end - start >= FAIR and (did_not_rise or fell)
     return [Finding("wrong" if wrong else "fine", text)]
+
+
+def intervals(series: Series, *points: tuple[int, float]) -> str:
+    """Formats the 95 % intervals of shares at some steps; "" if the answers were not counted."""
+    counts = dict(zip(series["step"], series.get("validation_answers", []), strict=False))
+    found = []
+    for step, right in points:
+        if not counts.get(step):
+            return ""
+        low, high = interval(right, counts[step])
+        found.append(f"{low:.0%} to {high:.0%}")
+    return f", with 95% intervals of {' and '.join(found)}"
 
 
 def share(series: Series, wait: str) -> float | None:

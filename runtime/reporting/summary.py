@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from core import jsonl
 from core.errors import shown
 from runtime.checkpoints.folders import newest_first, step_of
 from runtime.reporting.console import BEGAN
+from runtime.reporting.validation_metrics import counted
 
 if TYPE_CHECKING:
     from settings.config import TrainingSettings
@@ -40,11 +42,16 @@ def summary(cfg: "TrainingSettings") -> list[str]:
     lines = [f"done in {tqdm.format_interval(time.monotonic() - BEGAN)}"]
     alone = "eval_only" in cfg.command.modes  # earlier lines in the folder belong to other policies
     for name in ("validation_reward", "validation_exact", "validation_accuracy"):
-        values = [line[name] for line in metrics if isinstance(line.get(name), int | float)]
-        if values and alone:
-            lines.append(f"{name}: {values[-1]:.3f}")
-        elif values:
-            lines.append(f"{name}: {values[0]:.3f} -> {values[-1]:.3f} ({max(values):.3f} at best)")
+        measured = [line for line in metrics if isinstance(line.get(name), int | float)]
+        if not measured:
+            continue
+        last = shown_value(measured[-1], name)
+        if alone:
+            lines.append(f"{name}: {last}")
+            continue
+        first = shown_value(measured[0], name)
+        best = shown_value(max(measured, key=itemgetter(name)), name)
+        lines.append(f"{name}: {first} -> {last} ({best} at best)")
     answer = last_answer(folder)
     if answer:
         lines.append(f"prompt: {in_a_line(answer['prompt'])}")
@@ -61,6 +68,14 @@ def summary(cfg: "TrainingSettings") -> list[str]:
         if not cfg.command.modes:
             lines.append(f"next: {train_on(cfg, step_of(newest))}")
     return lines
+
+
+def shown_value(line: dict, name: str) -> str:
+    """Formats a validation metric of a line; right answers as their number, if it is known."""
+    answers = line.get("validation_answers")
+    if name == "validation_exact" and isinstance(answers, int) and answers > 0:
+        return counted(line[name], answers)
+    return f"{line[name]:.3f}"
 
 
 def model_lines(export: Path, metrics: list[dict]) -> list[str]:

@@ -92,7 +92,7 @@ def test_the_summary_of_a_run_that_is_done(tmp_path, monkeypatch):
     lines = [
         {"step": 0, "validation_reward": 0.25, "validation_exact": 0.125},
         *({"step": step, "reward": step / 40} for step in (4, 40)),
-        {"step": 40, "validation_reward": 0.75, "validation_exact": 0.5},
+        {"step": 40, "validation_reward": 0.75, "validation_exact": 0.5, "validation_answers": 80},
     ]
     write_rows(run / "metrics.jsonl", lines)
     answers = [rollout("old", 0), rollout("c a t\n <answer>tac</answer>", 40), rollout("new", None)]
@@ -104,7 +104,7 @@ def test_the_summary_of_a_run_that_is_done(tmp_path, monkeypatch):
     assert done.startswith("done in ")
     assert found == [
         "validation_reward: 0.250 -> 0.750 (0.750 at best)",
-        "validation_exact: 0.125 -> 0.500 (0.500 at best)",
+        "validation_exact: 0.125 -> 40/80 [0.39, 0.61] (40/80 [0.39, 0.61] at best)",
         "prompt: <user>flip cat",
         "answer: c a t <answer>tac</answer>",
         "reward of this answer: 1",

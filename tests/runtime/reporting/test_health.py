@@ -95,6 +95,10 @@ def test_right_answers_count_where_there_are_any():
     found = health(series({0: 0.5, 100: 0.4}, validation_exact=exact), [], CONFIG)
     text = "Right validation answers rose from 0% (step 0) to 25% (step 100)."
     assert found[0].text == text and found[0].level == "fine"
+    counted = [80, *[None] * 99, 80]
+    columns = series({0: 0.5, 100: 0.4}, validation_exact=exact, validation_answers=counted)
+    with_intervals = f"{text[:-1]}, with 95% intervals of 0% to 5% and 17% to 35%."
+    assert health(columns, [], CONFIG)[0].text == with_intervals
     exact[0] = exact[100] = 1.0
     found = health(series({0: 0.5, 100: 0.5}, validation_exact=exact), [], CONFIG)
     assert found[0].level == "fine", "more than all cannot be right"

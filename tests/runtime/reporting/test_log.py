@@ -266,7 +266,7 @@ def test_an_evaluation_says_what_it_left_out(dropped, capsys):
     info = dataclasses.replace(Sample.empty().info(), reward=0.5, score=1.0, env="any")
     log.evaluation(7, [[info]], dropped)
     told = " (dropped prompts: 2)" * bool(dropped)
-    expected = f"version 7: validation reward 0.500, exact 1.000{told}\n"
+    expected = f"version 7: validation reward 0.500, exact 1/1 [0.21, 1.00]{told}\n"
     assert capsys.readouterr().out == expected
     assert written[0][1].get("validation_dropped", 0) == dropped
 

@@ -12,8 +12,9 @@ from rollout.episode import Sample, SampleInfo, Turn, stitch
 from runtime.reporting import rollout_metrics
 from runtime.reporting.metrics import mean_metrics, reduce_stats, step_metrics
 from runtime.reporting.rollout_metrics import mismatch_rows, mismatch_table
-from runtime.reporting.validation_metrics import validation_metrics
+from runtime.reporting.validation_metrics import counted, validation_metrics
 from support.samples import make_sample
+from support.tables import gives
 
 
 def test_what_was_trained_is_counted_with_its_prompts_and_what_each_token_attends_to():
@@ -84,16 +85,25 @@ def test_validation_known_answers():
         [answer(1.0, "b", dataset="easy"), answer(1.0, "b", dataset="easy")],
     ]
     expected = {
-        "": [pytest.approx(3.5 / 6), pytest.approx(3 / 6), pytest.approx(2 / 3)],
-        "/a": [pytest.approx(1.5 / 4), 0.25, 0.5],
-        **dict.fromkeys(("/b", "/b/easy"), [1.0, 1.0, 1.0]),
+        "": [6, pytest.approx(3.5 / 6), pytest.approx(3 / 6), pytest.approx(2 / 3)],
+        "/a": [4, pytest.approx(1.5 / 4), 0.25, 0.5],
+        **dict.fromkeys(("/b", "/b/easy"), [2, 1.0, 1.0, 1.0]),
     }
-    names = [f"validation_{name}" for name in ("reward", "exact", "pass@2")]
+    names = [f"validation_{name}" for name in ("answers", "reward", "exact", "pass@2")]
     values = {
         name + of: v for of, vs in expected.items() for name, v in zip(names, vs, strict=True)
     }
     assert validation_metrics(answered, 2) == values
     assert "validation_pass@1" not in validation_metrics([[answer(1.0)]], 1)
+
+
+test_right_answers_are_counted_with_wilsons_interval = gives(
+    counted,
+    (22 / 80, 80, "22/80 [0.19, 0.38]"),
+    (1.0, 80, "80/80 [0.95, 1.00]"),
+    (0.0, 80, "0/80 [0.00, 0.05]"),
+    (1 / 3, 3, "1/3 [0.06, 0.79]"),
+)
 
 
 def test_validation_counts_what_it_leaves_out():
