@@ -53,7 +53,7 @@ def metric_lines() -> list[dict]:
 
 def rollout(step: int | None, slot: int, i: int, evaluation: int | None = None) -> dict:
     line = {"step": step, "slot": slot, "evaluation": evaluation, "row": 3, "env": ENVS[i % 2]}
-    line |= {"prompt": f"question {i}", "response": [f"answer {i}", "second turn"]}
+    line |= {"prompt": f"Be brief. Question {i}", "response": [f"answer {i}", "second turn"]}
     line |= {"reward": i / 3, "advantage": i - 1.5, "versions": [[0, 5], [1, 2]]}
     return line | {"finish_reason": "stop", "info": {"answer": i}}
 
@@ -252,12 +252,13 @@ def test_the_top_says_how_the_run_is_and_what_started_it(look):
 
 @browser
 def test_a_validation_prompt_is_shown_with_its_first_and_last_answer(look):
+    """Of the start that all prompts share, whole sentences are left out."""
     shown = look("""return [...document.querySelectorAll("#pairs .pair")].map((pair) =>
           [...pair.querySelectorAll("span, pre")].map((part) => part.textContent));""")
     for i, reward in enumerate(["0", "0.3333"]):
         said = f"reward {reward}, policy 0 (5 tokens), 1 (2 tokens)"
         answers = [said, f"answer {i}\n\nsecond turn", said, ATTACK]
-        assert shown[i] == [f"prompt, row 3, {ENVS[i]}", str(i), *answers]
+        assert shown[i] == [f"prompt, row 3, {ENVS[i]}", f"Question {i}", *answers]
     assert len(shown) == 2
 
 
@@ -304,8 +305,8 @@ def test_rollouts_are_listed_filtered_and_opened(look):
     shown, members = result["folded"]
     assert shown.split()[:4] == ["10", "18", "math", "3.167"] and members == 20
     assert shown.endswith("20 answers, rewards 0 to 6.333")
-    assert result["row"][6:] == ["question 7", "answer 7 second turn"]
-    assert "question 7" in result["text"] and "second turn" in result["text"]
+    assert result["row"][6:] == ["Be brief. Question 7", "answer 7 second turn"]
+    assert "Question 7" in result["text"] and "second turn" in result["text"]
     assert "0 (5 tokens), 1 (2 tokens)" in result["text"]
     assert result["unsaved"] is None, "no sample of that reward was saved"
     assert result["chosen"].startswith("slot 19, row 3, code: reward 0.3333,")
@@ -520,7 +521,7 @@ def test_a_page_shows_whole_groups_of_all_the_run(tmp_path, monkeypatch):
     assert found == report.rollouts(path)
     rows = found["rows"]
     assert len(rows) == 20 and rows == sorted(rows, key=lambda row: (-row["step"], row["slot"]))
-    assert [row["prompt"] for row in rows] == ["question 0", "question 1"] * 10
+    assert [row["prompt"] for row in rows] == ["Be brief. Question 0", "Be brief. Question 1"] * 10
     slots = [row["slot"] for row in rows[::2]]
     assert slots[0] == 40 and slots[-1] == 3, "the first of the newest, the last of the oldest"
     steps = [row["step"] for row in rows[::2]]
