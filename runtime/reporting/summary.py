@@ -32,7 +32,7 @@ WANDB = (
     "WANDB_NAME",
     "WANDB_TAGS",
 )
-TAIL = 1 << 22  # bytes of rollouts.jsonl that are searched for the last answer
+TAIL = 1 << 22  # bytes of rollouts.jsonl that are searched for an answer
 
 
 def summary(cfg: "TrainingSettings") -> list[str]:
@@ -52,7 +52,7 @@ def summary(cfg: "TrainingSettings") -> list[str]:
         first = shown_value(measured[0], name)
         best = shown_value(max(measured, key=itemgetter(name)), name)
         lines.append(f"{name}: {first} -> {last} ({best} at best)")
-    answer = last_answer(folder)
+    answer = typical_answer(folder)
     if answer:
         lines.append(f"prompt: {in_a_line(answer['prompt'])}")
         lines.append(f"answer: {in_a_line(' '.join(answer['response']))}")
@@ -124,8 +124,11 @@ def stored_type(model: Path) -> str:
     return ""
 
 
-def last_answer(folder: Path) -> dict | None:
-    """Returns a run's last validation rollout, else its last training rollout, else None."""
+def typical_answer(folder: Path) -> dict | None:
+    """Returns a rollout of a run's last evaluation, else of its last training step, else None.
+
+    Of those with the highest reward, it is the one whose answer has the median length.
+    """
     path = folder / "rollouts.jsonl"
     if not path.exists():
         return None
@@ -134,7 +137,16 @@ def last_answer(folder: Path) -> dict | None:
         text = file.read().decode(errors="replace")
     rollouts = list(jsonl.parse(text.splitlines(), ANSWER))
     validation = [rollout for rollout in rollouts if rollout.get("evaluation") is not None]
-    return (validation or rollouts or [{}])[-1] or None
+    if not rollouts:
+        return None
+    if validation:
+        found = [one for one in validation if one["evaluation"] == validation[-1]["evaluation"]]
+    else:
+        found = [one for one in rollouts if one.get("step") == rollouts[-1].get("step")]
+    best = max(one["reward"] for one in found)
+    found = [one for one in found if one["reward"] == best]
+    found.sort(key=lambda one: len("".join(one["response"])))
+    return found[len(found) // 2]
 
 
 def in_a_line(text: str) -> str:

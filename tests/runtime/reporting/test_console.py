@@ -195,6 +195,17 @@ def test_an_export_is_described_by_its_type_and_served_in_it(stored, known, text
     assert serve == f"serve: {memory}{SERVER} {tmp_path} --dtype {stored}"
 
 
+def test_the_answer_at_the_end_is_typical_of_the_good_ones_of_the_last_evaluation(tmp_path):
+    """Not of an earlier policy, not wrong, and neither the shortest nor the longest."""
+    lines = [rollout("an answer of the earlier policy", 20)]
+    lines += [rollout(text, 40) for text in ("of medium length", "short", "the longest one of all")]
+    lines += [rollout("wrong", 40) | {"reward": 0.0}, rollout("from training", None) | {"step": 41}]
+    write_rows(tmp_path / "rollouts.jsonl", lines)
+    assert "answer: of medium length" in summary(config(tmp_path))
+    write_rows(tmp_path / "rollouts.jsonl", lines[-1:])
+    assert "answer: from training" in summary(config(tmp_path))
+
+
 def test_the_last_answer_cannot_command_a_terminal(tmp_path):
     lines = [rollout("old", 3), rollout("\x1b]0;new\x07 answer", 4), {"of": "a fork"}]
     write_rows(tmp_path / "rollouts.jsonl", lines)
