@@ -24,10 +24,10 @@ class Rows:
     """JSONL file to write."""
     prompt: str
     """Column with the question or a list of messages; a.b.0.c is a nested value."""
-    answer: str
-    """Column with the reference answer."""
     agent: str
     """Environment: a name in the AGENTS of a module in envs/."""
+    answer: str = ""
+    """Column with the reference answer; empty: none, if the environment judges without one."""
     template: str = "{question}"
     """The user's message; {question} stands for the column."""
     answer_field: str = "expected_answer"
@@ -45,7 +45,9 @@ class Rows:
             raise InputError(f"--template {self.template!r}: expected {{question}} in it")
         patterns = [f"*{kind}" for kind in tables.KINDS]
         paths = tables.data_files(tables.located(self.source, patterns, "SOURCE"), self.split)
-        columns = [self.prompt.split(".")[0], self.answer.split(".")[0], *self.keep]
+        columns = [self.prompt.split(".")[0], *self.keep]
+        if self.answer:
+            columns.append(self.answer.split(".")[0])
         cut = 0
         left: dict[str, None] = {}  # columns that no row has
         with files.rewriting(self.source, self.out) as output:
@@ -57,7 +59,8 @@ class Rows:
                     raise InputError(f"{place}: {error}{self.missed(record, error)}") from None
                 output.write(row)
                 left |= dict.fromkeys(record.keys() - {*columns})
-                cut += bool(FINAL.search(str(tables.value(record, self.answer, place))))
+                if self.answer:
+                    cut += bool(FINAL.search(str(tables.value(record, self.answer, place))))
         if cut:
             print(f"{cut:,} answers are the numbers after ####, without the solutions before them")
         if left:
@@ -77,12 +80,11 @@ class Rows:
     def row(self, record: dict, place: str) -> dict[str, Any]:
         """Returns a record's row."""
         asked = tables.value(record, self.prompt, place)
-        answer = tables.value(record, self.answer, place)
-        if not isinstance(answer, str):
-            answer = json.dumps(answer)
-        elif final := FINAL.search(answer):
-            answer = final[1].replace(",", "")
-        for column, text in ((self.prompt, asked), (self.answer, answer)):
+        texts = {self.prompt: asked}
+        answer = self.reference(record, place)
+        if self.answer:
+            texts[self.answer] = answer
+        for column, text in texts.items():
             if tables.has_nul(text):
                 raise InputError(f"{place}: {column} has the character NUL, expected text")
         messages = asked
@@ -101,3 +103,13 @@ class Rows:
             raise InputError(f"--keep {taken[0]}: the rows already have a field of that name")
         row |= kept
         return {name: value for name, value in row.items() if value != ""}
+
+    def reference(self, record: dict, place: str) -> str:
+        """Returns a record's reference answer as text; "" if there is none."""
+        if not self.answer:
+            return ""
+        answer = tables.value(record, self.answer, place)
+        if not isinstance(answer, str):
+            return json.dumps(answer)
+        final = FINAL.search(answer)
+        return final[1].replace(",", "") if final else answer

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,9 +14,11 @@ from pyarrow import ipc, parquet
 import data_prep
 from core.errors import InputError
 from envs import check_rows
+from envs.following.instructions import RULES
 from prep import tables
 from support.tables import table
 
+ROOT = Path(__file__).resolve().parents[2]
 CASES = table(Path(__file__).with_name("cases.txt"))
 QUESTIONS = [f'Wie viel ist {i} + {i}, "genau"?\nBitte.' for i in range(50)]
 RECORDS = [{"q": question, "a": str(2 * i)} for i, question in enumerate(QUESTIONS)]
@@ -61,6 +64,22 @@ def test_any_format_becomes_the_same_rows(tmp_path, monkeypatch, kind):
     assert rows[0]["responses_create_params"]["input"] == [asked]
     for row in rows:
         check_rows.check_row(row)
+
+
+def test_rows_of_rules_of_form_need_no_answers(tmp_path, capsys):
+    """The page's own record and command."""
+    page = (ROOT / "docs/environments.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (record,) = re.findall(r"```json\n(.*\n)```", page)
+    (words,) = re.findall(r"data_prep\.py rows prompts\.jsonl train\.jsonl (.*)", page)
+    (tmp_path / "prompts.jsonl").write_text(record)
+    (row,) = convert(tmp_path / "prompts.jsonl", tmp_path / "train.jsonl", *words.split())
+    assert "expected_answer" not in row and capsys.readouterr().out == ""
+    check_rows.check_row(row)
+    names = row["instruction_id_list"]
+    answer = "Rome is the capital of Italy and very old."
+    rules = zip(names, row["kwargs"], strict=True)
+    assert len(names) == 3 and all(RULES[name](answer, **given) for name, given in rules)
+    assert not RULES[names[1]]("Rome.", **row["kwargs"][1])
 
 
 def test_the_number_that_ends_a_solution_is_the_answer(tmp_path, capsys):
