@@ -15,4 +15,5 @@ unset PYTHONDONTWRITEBYTECODE
 [ "$config" = configs/tiny_swe.py ] && .venv/bin/python launch/make_tiny_swe.py
 [ "$config" = configs/tiny_dpo.py ] && .venv/bin/python launch/make_tiny_tools.py
 [ "$config" = configs/tiny_mopd.py ] && .venv/bin/python launch/make_tiny_mopd.py
+[ "$config" = configs/smollm2.py ] && .venv/bin/python launch/make_smollm2.py
 exec .venv/bin/python "${GRPO_PROGRAM:-$program}" --config "$config" "$@"

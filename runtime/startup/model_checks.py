@@ -26,6 +26,7 @@ MAKERS = {
     "models/tiny": "launch/make_tiny.py",
     "models/tiny_tools": "launch/make_tiny_tools.py",
     "models/tiny_swe": "launch/make_tiny_swe.py",
+    "models/smollm2": "launch/make_smollm2.py",
 }
 LFS = b"version https://git-lfs"  # the start of a file that git has not fetched
 LONGEST_HEADER = 100_000_000  # bytes, a limit of the format
