@@ -67,7 +67,6 @@ ENGINE = {  # vLLM's arguments on both sides
     "max_num_seqs": SEATS,
     "enable_chunked_prefill": False,
     "enable_prefix_caching": True,
-    "gpu_memory_utilization": 0.3,
     "logits_processors": ["bench.vs_trl_async:Paced"],
 }
 CONFIG = vs_trl.CONFIG.format(P=P, G=G, longest=LONGEST, args=ENGINE)

@@ -13,7 +13,7 @@ group_size = 16
 sampling = {"max_model_len": 128, "max_response_tokens": 64}
 
 gpu_share = 0.5
-engine = {"args": {"max_num_seqs": 10, "gpu_memory_utilization": 0.3}}
+engine = {"args": {"max_num_seqs": 10}}
 policy = {"lr": 1.5e-4, "warmup_lr": 1.5e-5, "row_tokens": 256, "activation_checkpointing": False}
 
 timeouts = {"start": 180.0, "rollout": 60.0, "train": 120.0, "sync": 60.0}

@@ -13,7 +13,7 @@ group_size = 6
 sampling = {"max_model_len": 128, "max_response_tokens": 48}
 
 gpu_share = 0.5
-engine = {"args": {"max_num_seqs": 18, "gpu_memory_utilization": 0.3}}
+engine = {"args": {"max_num_seqs": 18}}
 policy = {"lr": 1.5e-4, "warmup_lr": 1.5e-5, "row_tokens": 256, "activation_checkpointing": False}
 services = {"images": "data/tiny_swe/images", "tool_parser": "hermes"}
 

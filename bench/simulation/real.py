@@ -121,7 +121,6 @@ def configured(folder: Path, name: str, job: Job, seed: int) -> Config:
     logs.mkdir(parents=True)
     args = {
         "max_num_seqs": SEATS,
-        "gpu_memory_utilization": 0.3,
         "logits_processors": ["bench.simulation.paced:Paced"],
         "additional_config": {"base": BASE, "each": EACH, "folder": str(logs)},
     }

@@ -28,6 +28,7 @@ from runtime.processes.cluster import claim
 from runtime.startup.model_checks import check_model
 from runtime.startup.modes import of_export, sample_files
 from settings import reader
+from settings.config import RunSettings
 from settings.merging import flatten
 from settings.reader import C
 
@@ -91,6 +92,7 @@ def prepare(cfg: "TrainingSettings") -> None:
     try:
         check(cfg)
         check_installed(cfg)
+        check_device(cfg)
     finally:
         gc.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a log file must show what a run waits for
@@ -135,6 +137,24 @@ def check_installed(cfg: "TrainingSettings") -> None:
         from policy.megatron.model_check import check_kernels
 
         check_kernels(cfg.model)
+
+
+def check_device(cfg: "TrainingSettings") -> None:
+    """Raises InputError if the configuration sets an argument that nothing reads on a CPU.
+
+    Of a cluster that runs elsewhere, this machine's GPUs say nothing.
+    """
+    if not isinstance(cfg, RunSettings) or os.environ.get("RAY_ADDRESS"):
+        return
+    import torch
+
+    share = cfg.engine.args.get("gpu_memory_utilization")
+    if share is not None and not torch.cuda.is_available():
+        raise InputError(
+            f"engine.args sets gpu_memory_utilization = {share}, and this machine has no GPU: "
+            "expected no such entry; VLLM_CPU_KVCACHE_SPACE=N in the environment gives an engine's "
+            "cache N GiB (1)"
+        )
 
 
 def check_folder(cfg: "TrainingSettings") -> None:

@@ -155,8 +155,8 @@ def test_the_file_is_written_into_the_configuration(write):
 
 def test_dictionaries_on_the_command_line_are_json_and_are_merged_into_those_of_the_file():
     cfg = load("--engine.args", '{"max_num_seqs": 3, "kv_cache_dtype": "fp8"}')
-    expected = {"max_num_seqs": 3, "gpu_memory_utilization": 0.3, "kv_cache_dtype": "fp8"}
-    assert cfg.engine.args == expected == cfg.engine.arguments
+    assert cfg.engine.args == {"max_num_seqs": 3, "kv_cache_dtype": "fp8"}
+    assert cfg.engine.arguments == {"gpu_memory_utilization": 0.85} | cfg.engine.args
     cfg = load("--sampling.chat-template-kwargs", '{"truncate_history_thinking": false}')
     both = {"enable_thinking": True, "truncate_history_thinking": False}
     assert cfg.sampling.chat_template_kwargs == both

@@ -32,14 +32,15 @@ def shrunk(cfg, small, val: str):
     """`cfg` for two steps of a tiny model: sizes, data, folder and deadlines are those of `small`.
 
     What it computes (advantages, loss, correction, learning rate, template, engine's arguments) is
-    its own. `val` are validation rows. A random model ends few answers of a few tokens: where only
-    ended ones are trained, they may be longer. On a CPU an engine's share is of the host's memory.
-    With the recipe's seed its answers differ in reward. It ends no thought, and Nemotron's parser
-    would take all that it writes for one.
+    its own, except an engine's share of a GPU. `val` are validation rows. A random model ends few
+    answers of a few tokens: where only ended ones are trained, they may be longer. With the
+    recipe's seed its answers differ in reward. It ends no thought, and Nemotron's parser would take
+    all that it writes for one.
     """
     updates = cfg.loss.updates_per_batch
     limit = 4 if cfg.advantage.overlong_filtering else 1
-    args = cfg.engine.args | small.engine.args | {"gpu_memory_utilization": 0.3}
+    args = cfg.engine.args | small.engine.args
+    args.pop("gpu_memory_utilization", None)
     fields = {name: getattr(small, name) for name in ("run_dir", "services", "model", "timeouts")}
     fields |= {"data": {"train": small.data.train, "val": val}, "seed": 42, "rollout_workers": 1}
     fields |= {"steps": 2, "val_period": 2, "save_period": 2, "save_before": 0}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -96,6 +97,23 @@ def test_arguments_of_the_engine_are_vllm_s_own():
         "enforce_eager",
     } <= known.keys()
     assert 100 < len(known) < 400
+
+
+def test_a_share_of_a_gpu_is_refused_where_there_is_none(monkeypatch):
+    """With the variable that acts there; a cluster elsewhere may have GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cfg = ask("x", engine={"args": {"gpu_memory_utilization": 0.3}})
+    expected = (
+        "gpu_memory_utilization = 0.3, and this machine has no GPU: .* VLLM_CPU_KVCACHE_SPACE"
+    )
+    with pytest.raises(InputError, match=expected):
+        preflight.check_device(cfg)
+    preflight.check_device(ask("x"))
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    preflight.check_device(cfg)
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    preflight.check_device(cfg)
 
 
 def test_the_end_of_a_job_is_a_time(monkeypatch, tmp_path):
