@@ -146,10 +146,12 @@ def check_device(cfg: "TrainingSettings") -> None:
     """
     if not isinstance(cfg, RunSettings) or os.environ.get("RAY_ADDRESS"):
         return
+    share = cfg.engine.args.get("gpu_memory_utilization")
+    if share is None:
+        return
     import torch
 
-    share = cfg.engine.args.get("gpu_memory_utilization")
-    if share is not None and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise InputError(
             f"engine.args sets gpu_memory_utilization = {share}, and this machine has no GPU: "
             "expected no such entry; VLLM_CPU_KVCACHE_SPACE=N in the environment gives an engine's "
