@@ -232,7 +232,7 @@ def tiny_config(tiny_model, tmp_path):
     return lambda **fields: changed(base, **fields)
 
 
-def make_config(model: str, folder: Path, Config=None):
+def make_config(model: str, folder: Path, Config=None, group_size: int = 4):
     """A small Config, or one of a fork's class, for a run in a folder."""
     if Config is None:
         from grpo_async import Config
@@ -246,7 +246,7 @@ def make_config(model: str, folder: Path, Config=None):
         timeouts={"start": 180.0, "rollout": 60.0, "train": 60.0, "sync": 30.0},
         steps=3,
         prompts_per_step=4,
-        group_size=4,
+        group_size=group_size,
         max_model_len=96,
         max_response_tokens=16,
         lr=1e-3,

@@ -952,10 +952,11 @@ def test_maxrl_divides_by_the_mean(variant):
         advantages(torch.tensor([-1.0, 1.0]))
 
 
-def test_a_group_of_pass_at_k_holds_a_set(variant):
+def test_a_group_of_pass_at_k_holds_several_sets(variant):
+    """A set as large as the group has one reward, from which no sample differs."""
     module, cfg = variant("Pass@k training")
-    with pytest.raises(ValueError, match="group_size is below 4, the size of a set"):
-        changed(cfg, group_size=3)
+    with pytest.raises(ValueError, match="group_size is below 5, one more than a set"):
+        changed(cfg, group_size=4)
 
 
 @pytest.mark.parametrize("right", range(9))
@@ -1152,8 +1153,11 @@ def test_each_fork_trains_through_the_launcher(fork, tiny_model, tmp_path, monke
     if text:
         forks.run_in(fork, f"cp grpo_async.py {name}.py", f"git apply docs/forks/{name}.diff")
     lowest = 0.0 if title == "MaxRL" else -1.0  # it refuses rewards below zero
-    train = write_rows(tmp_path / "forgetful.jsonl", forks.forgetful_rows(64, lowest=lowest))
-    base = make_config(tiny_model, tmp_path, load(fork, name, monkeypatch).Config)
+    right = 0.5 if title == "Pass@k training" else 1.0  # its answers are right or wrong
+    rows = forks.forgetful_rows(64, lowest=lowest, right=right)
+    train = write_rows(tmp_path / "forgetful.jsonl", rows)
+    Config = load(fork, name, monkeypatch).Config
+    base = make_config(tiny_model, tmp_path, Config, 8 if title == "Pass@k training" else 4)
     base = changed(base, data={"train": train}, **settings_in(text))
     if title == "Prompts of some difficulty":
         base = changed(base, band=(-1.0, 1.0))

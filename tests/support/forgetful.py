@@ -1,7 +1,8 @@
 """How many characters come before P: the share in the second answer, as -1.0 to 1.0.
 
-Row: `lowest`, the reward of an answer with no such character, by default -1. There are two turns.
-The second prompt does not hold the first answer, so an episode consists of two sequences.
+Row: `lowest`, the reward of an answer with no such character, by default -1; and `right`, the share
+from which an answer earns 1.0, by default 1. There are two turns. The second prompt does not hold
+the first answer, so an episode consists of two sequences.
 """
 
 from envs import Reward, final_text
@@ -18,6 +19,8 @@ def verify(row: dict, response: str) -> float:
     text = final_text(response)
     share = sum(character < "P" for character in text) / max(len(text), 1)
     lowest = row.get("lowest", -1.0)
+    if share >= row.get("right", 1.0):
+        return 1.0
     return lowest + (1.0 - lowest) * share
 
 
