@@ -2,11 +2,12 @@
 
 import ast
 import dataclasses
+import datetime
 import importlib.util
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -161,11 +162,50 @@ def test_the_page_of_environments_has_them_all():
             assert f"`{agent}`" in page, agent
 
 
+def script(name: str) -> ModuleType:
+    """A module of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_comparison_is_that_of_its_file_and_each_line_is_dated():
+    """A claim about another program names the version and the day, or says "not checked"."""
+    comparison = script("comparison_table")
+    page = comparison.PAGE.read_text(encoding="utf-8")
+    assert page == comparison.page(), "README.md: run .venv/bin/python docs/comparison_table.py"
+    ours, *others = comparison.programs()
+    for program in (ours, *others):
+        assert set(program) == {*comparison.COLUMNS, "source"}, program["name"]
+        assert isinstance(program["checked"], datetime.date)
+        assert all(program.values()), program["name"]
+    for path in ours["source"].split(", "):
+        assert (ROOT / path).is_file(), path
+    versions = [program["version"] for program in others if program["name"].startswith("TRL")]
+    assert any("1.18" in version and "untested" in version for version in versions)
+
+
+def test_only_here_do_all_five_properties_hold():
+    """What README says about the table; "not checked" is not a property."""
+    properties = ("dropped", "step", "version_of")
+    ours, *others = script("comparison_table").programs()
+    assert ours["bound"].startswith("at most") and "no prompt" in ours["resume"]
+    for program in others:
+        same = [program[name] == ours[name] for name in properties]
+        assert not (program["bound"].startswith("at most") and all(same)), program["name"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_claims_something_of_all_other_programs(page):
+    """Such a claim has no version, and is wrong as soon as one of them changes."""
+    text = " ".join(page.read_text(encoding="utf-8").lower().split())
+    assert re.findall(r"others? do(?:es)? not|no (?:one|body) else|no peer", text) == []
+
+
 def test_the_shelf_of_environments_is_that_of_their_modules():
     """The table is generated: files, agents, rewards and needs are those of the code."""
-    spec = importlib.util.spec_from_file_location("shelf", ROOT / "docs/environment_table.py")
-    shelf = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shelf)
+    shelf = script("environment_table")
     page = shelf.PAGE.read_text(encoding="utf-8")
     assert page == shelf.page(), (
         "docs/environments.md: run .venv/bin/python docs/environment_table.py"
