@@ -1,13 +1,48 @@
 """Names of other programs on the command line and in files, and the pages that translate them."""
 
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 
 import dpo
+import mopd
 from core import errors
 from grpo_async import Config
 from runtime.startup import preflight
-from settings import names_of_other_trainers, reader
+from settings import conflicts, names_of_other_trainers, reader
 
+LISTS = sorted((Path(__file__).resolve().parents[1] / "data/keys").glob("*.yaml"))
+# A group of NeMo-RL's whose line says that the names are Megatron's or vLLM's, the classes that
+# have these names, and the names among them that a run sets itself.
+PASSED_ON = {
+    "policy.megatron_cfg": (
+        {
+            "core/transformer/transformer_config.py": "TransformerConfig",
+            "core/model_parallel_config.py": "ModelParallelConfig",
+        },
+        conflicts.OWN_MEGATRON_ARGS["model"],
+    ),
+    "policy.megatron_cfg.optimizer": (
+        {"core/optimizer/optimizer_config.py": "OptimizerConfig"},
+        conflicts.OWN_MEGATRON_ARGS["optimizer"],
+    ),
+    "policy.megatron_cfg.distributed_data_parallel_config": (
+        {"core/distributed/distributed_data_parallel_config.py": "DistributedDataParallelConfig"},
+        conflicts.OWN_MEGATRON_ARGS["ddp"],
+    ),
+    "policy.generation.vllm_cfg": (
+        {"engine/arg_utils.py": "EngineArgs"},
+        conflicts.OWN_ENGINE_ARGS,
+    ),
+    "policy.generation.vllm_kwargs": (
+        {"engine/arg_utils.py": "EngineArgs"},
+        conflicts.OWN_ENGINE_ARGS,
+    ),
+}
 ROWS = {
     page: [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -153,13 +188,70 @@ def test_without_its_page_a_key_is_an_unknown_flag(monkeypatch, tmp_path):
     names_of_other_trainers.listed.cache_clear()
 
 
+def keys_of(path: Path) -> list[str]:
+    """The dotted keys of a list; its first lines say where they come from."""
+    groups = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [
+        key for name, value in groups.items() for key in names_of_other_trainers.within(name, value)
+    ]
+
+
+def answering(key: str) -> str:
+    """The listed key whose line answers for a key: itself, or the nearest of its parents."""
+    while key not in names_of_other_trainers.listed() and "." in key:
+        key = key.rpartition(".")[0]
+    return key
+
+
+def fields(path: Path, name: str) -> set[str]:
+    """The fields of a class of an installed package, without importing it."""
+    (found,) = (
+        node
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+    return {node.target.id for node in found.body if isinstance(node, ast.AnnAssign)}
+
+
+def unanswered(keys: list[str], Program: type) -> set[str]:
+    """The keys about which the pages say nothing to a user of a program."""
+    ours = reader.leaves(Program)
+    said = {key: names_of_other_trainers.meaning(key, ours) for key in keys}
+    return {key for key, here in said.items() if not here or "has no line" in here}
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
+def test_every_key_of_another_programs_examples_is_answered(path):
+    """With our setting, the nearest one or a reason: "no line about it" is no answer."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    assert re.search(r"([0-9a-f]{40}|[0-9.]+) \(.*\d{4}-\d\d-\d\d\)", first), "commit and date"
+    keys = keys_of(path)
+    assert unanswered(keys, Config) <= {"seed"}, "TRL's seed is a setting here too"
+    distillation = [key for key in keys if key.startswith("on_policy_distillation")]
+    assert unanswered(distillation, mopd.Config) == set()
+
+
+@pytest.mark.parametrize("group", PASSED_ON)
+def test_a_group_answers_only_for_names_that_one_may_set_in_it(group):
+    """A key that Megatron or vLLM does not have, or that a run sets itself, has its own line."""
+    classes, own = PASSED_ON[group]
+    package = "megatron" if "megatron" in group else "vllm"
+    (folder,) = importlib.util.find_spec(package).submodule_search_locations
+    has = set.union(*(fields(Path(folder) / file, name) for file, name in classes.items()))
+    keys = {key for path in LISTS for key in keys_of(path)}
+    passed_on = {key for key in keys if key != group and answering(key) == group}
+    assert passed_on, "the group's line is needed"
+    assert {key.removeprefix(f"{group}.").partition(".")[0] for key in passed_on} <= has - {*own}
+
+
 @pytest.mark.parametrize(("page", "least"), [("from_nemo_rl.md", 150), ("from_trl.md", 100)])
 def test_a_page_names_each_key_once_and_only_settings_that_exist(page, least):
     pages = names_of_other_trainers.listed().values()
     lines = [(name.program, name.key) for names in pages for name in names if name.page == page]
     assert len(lines) == len(set(lines)) >= least
     assert all(len(row) == 3 for row in ROWS[page])
-    known = {*reader.leaves(Config), *reader.leaves(dpo.Config), "advantage.low_effort"}
+    known = {*reader.leaves(Config), *reader.leaves(dpo.Config), *reader.leaves(mopd.Config)}
+    known |= {"advantage.low_effort", "timeouts"}
     named = {row[1].strip("`") for row in ROWS[page]} - {"none"}
     assert named <= known and len(named) >= 30
     assert all(row[2] for row in ROWS[page] if row[1] == "none"), "what has no setting says why"
