@@ -459,7 +459,7 @@ def test_a_hub_that_does_not_answer_is_waited_for_with_a_deadline(hub, load_mode
 
 
 @pytest.mark.slow
-def test_a_drafter_is_looked_for_as_a_model_is_and_named_by_its_setting(hub):
+def test_a_drafter_is_looked_for_as_a_model_is_and_named_by_its_setting(hub, load_model):
     flag = "--engine.args"
     drafts = {"model": "acme/none", "num_speculative_tokens": 3}
     done = load_model(
