@@ -328,7 +328,11 @@ for _commit in _git('rev-list', '--all', '--reflog').stdout.split() + ['v2', 'LA
 """
 
 
+FORMS = ["plain", pytest.param("of SWE-bench", marks=pytest.mark.long)]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("script", FORMS)
 @pytest.mark.parametrize(("files", "reason"), [
     # 4: the agent changes or removes the tests; or adds those of the tests' patch first.
     ({"tests/test_calc.py": "def test_half(): pass\ndef test_double(): pass\n"}, "tests failed"),
@@ -363,10 +367,10 @@ for _commit in _git('rev-list', '--all', '--reflog').stdout.split() + ['v2', 'LA
       "b'0 0\\n')\n    except OSError: pass\n" + SOURCE}, "tests failed"),
     ({"calc.py": "import os, signal\nos.kill(-1, 9)\n" + SOURCE}, "tests failed"),
 ])  # fmt: skip
-async def test_cheats_earn_nothing(image, row, files, reason):
-    for one in (row, marked(row)):
-        verdict = await judge(image, one, changed(image, **files), SMALL)
-        assert not verdict.resolved and verdict.reason == reason, verdict
+async def test_cheats_earn_nothing(image, row, files, reason, script):
+    one = row if script == "plain" else marked(row)
+    verdict = await judge(image, one, changed(image, **files), SMALL)
+    assert not verdict.resolved and verdict.reason == reason, verdict
 
 
 @pytest.mark.slow
