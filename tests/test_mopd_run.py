@@ -150,6 +150,7 @@ def test_a_run_goes_on_whatever_dies_and_its_resume_is_exact(taught, tmp_path, m
     assert not program.lines("dropped.jsonl")
 
 
+@pytest.mark.long
 def test_the_fork_over_the_likeliest_tokens_trains(taught, tmp_path, monkeypatch):
     """By the page's commands, with more tokens than the vocabulary has; its KL falls.
 
@@ -164,6 +165,7 @@ def test_the_fork_over_the_likeliest_tokens_trains(taught, tmp_path, monkeypatch
     cfg = taught(tmp_path / "run", data=data, default_teacher="a", val_period=3, **fields)
     monkeypatch.setenv("GRPO_PROGRAM", "topk_kl.py")
     program = Program(cfg, "--loss.top_k", "128", script="launch/local.sh", root=root).succeeds()
+    assert not program.lines("dropped.jsonl")
     kl = [m["topk_kl"] for m in program.steps()]
     assert len(kl) == 3 and kl[-1] < 0.9 * kl[0] and kl[0] > 0.1
     lines = program.lines("rollouts.jsonl")

@@ -83,6 +83,7 @@ def test_routes_that_are_sent_once_are_those_of_a_full_answer(scripts):
 
 
 @pytest.mark.xdist_group("two engines")
+@pytest.mark.long
 def test_vllm_loads_the_export_and_scores_the_same(scripts):
     """Families whose tiny heads its CPU attention knows; with experts first, for their group."""
     gaps = scripts("vllm_loads_export")
