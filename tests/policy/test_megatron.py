@@ -36,14 +36,20 @@ OVERLAP = {"ddp": {"overlap_param_gather": True, "overlap_grad_reduce": True}}
 STEPS = {"apart": {}, "overlapped": {"megatron": OVERLAP}}  # what two replicas send, and compute
 ROWS = 2
 SMOKE = "tp2"
+# In these layouts only a dense model, one with experts and one with Mamba are not long.
+THREE = {"llama", "qwen3_moe", "nemotron_moe"}
+FEW = ("cp2", "pp2")
 
 
 @pytest.fixture(scope="module")
 def measured(models, tmp_path_factory, request):
     """What each layout computes, by family; one layout alone if no test of another one runs."""
     folder = tmp_path_factory.mktemp("layouts")
+    here = [item for item in request.session.items if item.path == request.path]
+    asked = {tuple(item.callspec.params.values()) for item in here if hasattr(item, "callspec")}
     jobs = [
-        {"name": name, "world": world, "layout": layout, "models": families, "work": "measure"}
+        {"name": name, "world": world, "layout": layout, "work": "measure"}
+        | {"models": [f for f in families if not is_long(name, f) or (name, f) in asked]}
         for name, (layout, world, families) in LAYOUTS.items()
     ]
     jobs += [
@@ -51,7 +57,6 @@ def measured(models, tmp_path_factory, request):
         | {"steps": [1, 3, 2]}
         for name, layout in STEPS.items()
     ]
-    here = [item for item in request.session.items if item.path == request.path]
     if all(item.get_closest_marker("smoke") for item in here):
         jobs = [job for job in jobs if job["name"] == SMOKE]
     jobs.sort(key=lambda job: {2: 0, 1: 1, 4: 2}[job["world"]])
@@ -63,9 +68,18 @@ def measured(models, tmp_path_factory, request):
 CASES = [(name, family) for name, (_, _, families) in LAYOUTS.items() for family in families]
 
 
-def marked(cases: list) -> list:
-    """The same, where those of one layout are smoke tests."""
-    return [pytest.param(*c, marks=[pytest.mark.smoke] * (c[0] == SMOKE)) for c in cases]
+def is_long(name: str, family: str) -> bool:
+    """Whether other families in this layout, and other layouts of this family, are enough."""
+    return name in FEW and family not in THREE
+
+
+def marked(cases: list, smoke: bool = True) -> list:
+    """The same with their marks: those of one layout are smoke tests."""
+    of_smoke = [pytest.mark.smoke] * smoke
+    return [
+        pytest.param(*c, marks=of_smoke * (c[0] == SMOKE) + [pytest.mark.long] * is_long(*c))
+        for c in cases
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +181,10 @@ def test_one_step_is_that_of_fsdp(name, family, measured, fsdp):
         assert (found["before"][key] - tensor).abs().max() > 1e-4 or "gate.weight" in key, key
 
 
-@pytest.mark.parametrize(("name", "family"), [c for c in CASES if c[1] in MAMBA and c[0] != "one"])
+SHARED = [case for case in CASES if case[1] in MAMBA and case[0] != "one"]
+
+
+@pytest.mark.parametrize(("name", "family"), marked(SHARED, smoke=False))
 def test_one_step_with_mamba_is_that_of_one_rank(name, family, measured):
     found, alone = measured(name)[family], measured("one")[family]
     assert found["step"]["grad_norm"] == pytest.approx(alone["step"]["grad_norm"], rel=1e-4)
