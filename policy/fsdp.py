@@ -232,7 +232,9 @@ class FSDPPolicy:
         """Yields this rank's part of all weights, one at a time, adapters added; collective."""
         for name, tensor in self._sharded():
             merged = self.adapters.merged(name, tensor)
-            yield name, shard(merged.redistribute(tensor.device_mesh, tensor.placements))
+            if isinstance(merged, DTensor):
+                merged = merged.redistribute(tensor.device_mesh, tensor.placements)
+            yield name, shard(merged)
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

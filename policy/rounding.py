@@ -41,8 +41,9 @@ class Rounding:
     def compare(self, weights: Weights) -> dict[str, float]:
         """Compares weights with those at the start; collective.
 
-        The share of the update that rounding loses is 1 - <rounded update, update> / |update|^2. It
-        is left out if nothing has changed, or if the weights are in bf16 themselves.
+        The share of the update that rounding loses is 1 - <rounded update, update> / |update|^2,
+        but at least 0: between weights that bf16 does not hold exactly, rounding loses as often as
+        it adds. It is left out if nothing has changed, or if the weights are in bf16 themselves.
         """
         rows = []
         is_wide = True
@@ -60,5 +61,5 @@ class Rounding:
         compared_weights, changed_weights, kept, square = sums.tolist()
         found = {"bf16_changed_weights": changed_weights / compared_weights}
         if is_wide and square > 0:
-            found["bf16_lost_update"] = 1 - kept / square
+            found["bf16_lost_update"] = max(0.0, 1 - kept / square)
         return found

@@ -19,7 +19,7 @@ from core.errors import InputError
 from settings.merging import unique
 
 ROOT = Path(__file__).parent.parent
-PYDANTIC = {  # pydantic's names for numbers with a bound
+PYDANTIC: dict[str, tuple[str, dict[str, float]]] = {  # pydantic's names for numbers with a bound
     "PositiveInt": ("int", {"gt": 0}),
     "NonNegativeInt": ("int", {"ge": 0}),
     "PositiveFloat": ("float", {"gt": 0}),
@@ -66,7 +66,8 @@ class Kind:
         if isinstance(value, bool):
             return False
         try:
-            number = float(value)
+            whole_text = self.name == "int" and isinstance(value, str)
+            number = float(int(value) if whole_text else value)
         except (TypeError, ValueError, OverflowError):
             return False
         if self.name == "int" and not number.is_integer():

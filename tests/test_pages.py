@@ -30,10 +30,9 @@ ELSEWHERE = {
     "launch/setup.sh": "launch/test_setup.py",
     "launch/fetch_judges.py": "launch/test_fetch_judges.py",
     "launch/judge_prompts.py": "launch/test_judge_prompts.py",
-    "github.com/NVIDIA-NeMo/RL": "launch/test_judge_prompts.py",
     "launch/attach.sh": "test_slurm.py",
     "data_prep.py pivot": "prep/test_pivot.py",
-    "data_prep.py model": "prep/test_model.py",
+    "data_prep.py model": "prep/test_model_folder.py",
     "--check": "prep/test_swe_rows.py",
     ".venv-swe": "prep/test_swe_rows.py",
 }

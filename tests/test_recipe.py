@@ -293,7 +293,8 @@ def test_a_config_fits_its_gpus(name, shape, monkeypatch, tmp_path):
     assert f"assumed: {gpu.upper()}: " in told and "everything fits" in told
     cfg = load(name)
     if name in CHAIN:
-        assert f"--jobs={jobs_of(name)} of {hours} h" in told
+        (jobs,) = re.findall(rf"--jobs=(\d+) of {hours} h", told)
+        assert jobs == jobs_of(name), "docs/recipe.md has the number in the stage's row"
     step = float(re.search(r"= step +([\d,.]+)", told)[1].replace(",", ""))
     margin = int(re.search(r"--signal=B:USR1@(\d+)", told)[1])
     assert cfg.timeouts.train > step and cfg.timeouts.rollout > (cfg.max_lag + 1) * step

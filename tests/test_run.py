@@ -102,6 +102,7 @@ def test_what_a_run_prints(finished):
     """Its folder first, what it waits for, a line a step, and at the end what came out of it."""
     program, cfg = finished
     folder, lines = program.folder, program.told().splitlines()
+    share = r"\d/8 \[\d\.\d\d, \d\.\d\d\]"
     expected = [
         f"run folder: {folder}",
         r" +\d+ s  starting Ray",
@@ -109,7 +110,7 @@ def test_what_a_run_prints(finished):
         r" +\d+ s  starting vLLM \(engines: 2\)",
         r" +\d+ s  sending the policy to the engines",
         r"evaluating version 0 \(prompts: 8\)",
-        r"version 0: validation reward 0\.\d{3}, exact \d/8 \[\d\.\d\d, \d\.\d\d\]",
+        rf"version 0: validation reward 0\.\d{{3}}, exact {share}",
         r"step 1/6  reward 0\.\d{3}  lag 0\.00  trainer waited \d+\.\d\d s  [\d,]+ tokens/s",
         *(rf"step {step}/6  .* tokens/s  \d\d:\d\d left" for step in (2, 3)),
         r"evaluating version 3 .*",
@@ -119,11 +120,12 @@ def test_what_a_run_prints(finished):
         "version 6: .*",
         r"done in \d\d:\d\d",
         r"validation_reward: \d.\d+ -> \d.\d+ \(\d.\d+ at best\)",
-        r"validation_exact: \d.\d+ -> \d.\d+ \(\d.\d+ at best\)",
+        rf"validation_exact: {share} -> {share} \({share} at best\)",
         "prompt: <user>.*",
         "answer: .*",
         r"reward of this answer: [\d.]+",
-        f"model: {folder}/step_000006/hf, .*",
+        f"model: {folder}/step_000006/hf, in float32 as it was trained; .*",
+        f"serve: .* --model {folder}/step_000006/hf --dtype float32",
         f"next: .* --run_dir {folder} --resume auto --steps 12",
         f"report: {folder}/report.html",
     ]

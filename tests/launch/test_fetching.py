@@ -207,11 +207,12 @@ def test_rows_of_agents_name_the_registry_of_their_image(listed, tmp_path):
     assert unpacked == "apptainer build --sandbox images/swegym_x.1_s_2 docker://me/x.1_s_2\n"
     for text, variables, told in (
         ("a b c\n", {}, "list:1: 'a b c': expected IMAGE [REFERENCE]"),
-        ("# none\n", {}, "no row has image"),
         ("a\n", {"FORMAT": "tar"}, "FORMAT = 'tar': expected sif or folder"),
     ):
         done = listed(text, **variables)
         assert done.returncode == 1 and told in done.stderr
+    done = listed("# none\n")
+    assert done.returncode == 0 and "no row has image" in done.stdout
 
 
 def test_images_are_fetched_several_at_once_and_a_call_that_was_ended_leaves_none(listed, tmp_path):

@@ -73,7 +73,7 @@ def test_rows_of_rules_of_form_need_no_answers(tmp_path, capsys):
     (words,) = re.findall(r"data_prep\.py rows prompts\.jsonl train\.jsonl (.*)", page)
     (tmp_path / "prompts.jsonl").write_text(record)
     (row,) = convert(tmp_path / "prompts.jsonl", tmp_path / "train.jsonl", *words.split())
-    assert "expected_answer" not in row and capsys.readouterr().out == ""
+    assert "expected_answer" not in row and "not copied" not in capsys.readouterr().out
     check_rows.check_row(row)
     names = row["instruction_id_list"]
     answer = "Rome is the capital of Italy and very old."

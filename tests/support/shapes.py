@@ -55,6 +55,13 @@ def qwen(hidden_size: int, **fields) -> Qwen3Config:
     return Qwen3Config(hidden_size=hidden_size, intermediate_size=3 * hidden_size, **QWEN | fields)
 
 
+def smollm2() -> LlamaConfig:
+    """SmolLM2-135M-Instruct."""
+    sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
+    sizes |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    return LlamaConfig(**LLAMA | sizes | {"max_position_embeddings": 8192})
+
+
 SHAPES = {
     "models/super_sft": nemotron_super,
     "models/ultra_sft": nemotron_ultra,
@@ -62,6 +69,7 @@ SHAPES = {
     "meta-llama/Llama-3.2-1B-Instruct": lambda: LlamaConfig(**LLAMA),
     "Qwen/Qwen3-0.6B": lambda: qwen(1024),
     "Qwen/Qwen3-1.7B": lambda: qwen(2048),
+    "models/smollm2": smollm2,
     "models/tiny": lambda: qwen(128, vocab_size=64, num_hidden_layers=4),
     "models/tiny_swe": lambda: qwen(128, vocab_size=64, num_hidden_layers=4),
 }

@@ -185,7 +185,11 @@ OF_BFLOAT16 = "in bfloat16 as engines read it; rounding has lost 73% of the upda
         ("float32", None, "in float32"),
     ],
 )
-def test_an_export_is_described_by_its_type_and_served_in_it(stored, known, text, tmp_path):
+def test_an_export_is_described_by_its_type_and_served_in_it(
+    stored, known, text, tmp_path, monkeypatch
+):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # no path is shortened
     tensors = {"w": torch.zeros(2, dtype=getattr(torch, stored))}
     save_file(tensors, tmp_path / "model.safetensors")
     lines = [{"step": 3, "bf16_lost_update": 0.9}, {"step": 4, "bf16_lost_update": known}]

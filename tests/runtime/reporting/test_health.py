@@ -150,6 +150,13 @@ def test_answers_that_stay_sentences_are_no_alarm():
     assert "Answers are 91% as long as at the start." in found
 
 
+def test_answers_that_become_right_are_healthy():
+    """The tiny job, whose entropy falls while its answers keep their length."""
+    found = health(measured("puzzles"), [], CONFIG)
+    assert {finding.level for finding in found} == {"fine"}
+    assert "Answers are 103% as long as at the start." in [finding.text for finding in found]
+
+
 def half(first: float, last: float) -> list[float | None]:
     """A metric that changes at the middle of 100 steps."""
     return [None, *[first] * 50, *[last] * 50]

@@ -151,7 +151,8 @@ def test_values_fit_what_a_library_annotates(value, annotation, fits):
 ])  # fmt: skip
 def test_a_warm_up_that_a_run_does_not_complete_is_noted(fields, noted):
     said = preflight.short_of_warmup(ask("x", **fields))
-    assert bool(said) == noted and ("warmup_steps = 10, but the run has 9 updates" in said) == noted
+    told = "warmup_steps = 10, but the run has 9 optimizer steps"
+    assert bool(said) == noted and (told in said) == noted
 
 
 def test_drafts_are_checked_by_vllm_s_own_names_types_and_limits():

@@ -63,8 +63,8 @@ class Model:
 def read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Reads the model of a GGUF file, with its weights in bf16, and its tokenizer.
 
-    Raises InputError if it is no GGUF file, or if it holds no causal language model of an
-    architecture that transformers reads.
+    Raises InputError if it is no GGUF file, or if it holds no causal language model whose
+    architecture and sizes transformers reads.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -83,5 +83,10 @@ def read_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
     )
-    model.load_state_dict(quantised.state_dict())
+    try:
+        model.load_state_dict(quantised.state_dict())
+    except RuntimeError as error:  # such as Qwen3's heads of other than 128 numbers
+        raise InputError(
+            f"{path}: transformers reads other sizes than its tensors have: {brief(error)}"
+        ) from None
     return model, tokenizer
