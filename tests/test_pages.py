@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from launch import judges
 from support import blends, forked_python, issues, shapes, verifiers
 from support.program import ROOT, copy, ran
 
@@ -156,6 +157,11 @@ def env(place) -> Iterator[dict[str, str]]:
     env |= {"HF_HOME": str(place / "home"), "HF_HUB_OFFLINE": "1"}
     env |= {"SLURM_PARTITION": "batch", "SLURM_ACCOUNT": "me"}
     env["PYTHONPATH"] = str(place / "programs")
+    for file in (ROOT / "launch/judges").glob("*.txt"):  # as launch/fetch_judges.py leaves them
+        for judge in judges.read(str(file), 8):
+            cached = place / "home/hub" / f"models--{judge.model.replace('/', '--')}/snapshots/a"
+            cached.mkdir(parents=True, exist_ok=True)
+            (cached / "config.json").write_text("{}")
     (place / ".venv/bin").mkdir(parents=True)
     with forked_python.python(place / ".venv/bin/python", env):
         yield env
